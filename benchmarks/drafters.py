@@ -11,7 +11,7 @@ from round to round; the next round has other conversations, and answers end whe
 Beside the rates of no drafts in the same round stand the medians over the rounds, with bootstrapped 95 %
 intervals. The accept length is tokens per step of a stream; gaps are times between a stream's events, and
 "same" is the share of answers that are those without drafts, token for token. Methods whose folder is not
-given are left out.
+given are left out. With --tree heads also draft trees of that shape, beside their chains.
 
 A quiet machine is needed; on two cores the bundled model takes about four minutes.
 """
@@ -51,6 +51,7 @@ from services.supervisor.config import BUNDLED_MODEL
 
 OFF = "off"
 _NOTHING_LOADED = ("ngram", "suffix", "lookahead")
+_HEADS = ("eagle3", "medusa")
 _MOST_PROMPT_TOKENS = 512
 _ANY = "any"
 _CACHE_BYTES = 256 << 20
@@ -96,6 +97,8 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
             values = {"method": name, "draft_model": folder, "num_draft_tokens": num_drafts}
             values |= {"min_acceptance": 0.0} if arguments.always else {}
             found[name] = msgspec.convert(values, SpeculationConfig)
+            if arguments.tree and name in _HEADS:
+                found[f"{name} tree"] = msgspec.convert(values | {"tree": arguments.tree}, SpeculationConfig)
     return found
 
 
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--draft-model", default="", help="folder of a draft model of the same vocabulary")
     parser.add_argument("--head", default="", help="folder of a head of EAGLE-3")
     parser.add_argument("--medusa", default="", help="folder of heads of Medusa")
+    parser.add_argument("--tree", type=json.loads, default=[], help="of heads, as in engine.speculation.tree")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=5, help="that are counted")
     parser.add_argument("--answers", type=int, default=16, help="of a round; at least one for each stream")

@@ -114,6 +114,10 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     break_token_id: int = -1
 
 
+# Whose drafts may be a tree.
+_TREE_METHODS = ("eagle3", "medusa")
+
+
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
 
@@ -137,9 +141,27 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # n-gram. So many of those that begin with a text's last token are verified at once.
     lookahead_window: int = 3
     lookahead_candidates: int = 3
+    # Drafts of eagle3 and medusa beside the likeliest num_draft_tokens, written as Medusa's choices: paths of
+    # ranks from 0. [1, 0, 0] is the second likeliest token, and what is likeliest behind it, twice. What is
+    # before a path, and what is likelier behind the same drafts, belongs to the tree. Empty: a chain.
+    tree: tuple[tuple[int, ...], ...] = ()
     # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
     # than this share of them would be accepted. 0 always drafts, whatever it costs.
     min_acceptance: float = 0.1
+
+    def validate(self) -> None:
+        """Raises ConfigError for what is no tree, or one of a method that makes none."""
+        if self.tree and self.method not in _TREE_METHODS:
+            raise ConfigError(
+                f"engine.speculation.tree: drafts of method = {self.method!r} are no tree; leave it empty, "
+                f"or set the method to {' or '.join(_TREE_METHODS)}"
+            )
+        for path in self.tree:
+            if not 0 < len(path) <= self.num_draft_tokens or min(path) < 0:
+                raise ConfigError(
+                    f"engine.speculation.tree = [{list(path)}]: a path has ranks from 0, one to "
+                    f"num_draft_tokens = {self.num_draft_tokens} of them; shorten it, or raise that"
+                )
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -373,6 +395,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_disk()
         self._check_role()
         self.adapters.validate()
+        self.speculation.validate()
         self.packed_weights.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):

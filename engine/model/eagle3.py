@@ -19,6 +19,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.model.config_reader import ConfigReader
 from engine.model.draft_heads import FLOAT_BYTES, KEY, REMEDY, check_target
+from engine.model.draft_tree import DraftTree
 from engine.model.families.base import attention_biases, decoder_spec
 from engine.model.layer_spec import DraftHeadSpec, MedusaSpec, PredictionSpec
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader, TensorNames
@@ -127,6 +128,8 @@ class HeadRooms(msgspec.Struct, frozen=True, kw_only=True):
     num_features: int
     # Blocks of its own keys and values, drafts included.
     num_blocks: int
+    # Where drafts are a tree; its scratch blocks lie behind all rooms.
+    tree: DraftTree | None
 
     @classmethod
     def of(cls, head: ModelSpec, config: EngineConfig) -> HeadRooms:
@@ -140,14 +143,25 @@ class HeadRooms(msgspec.Struct, frozen=True, kw_only=True):
             num_rooms=num_rooms,
             num_features=num_features,
             num_blocks=-(-held // config.cache.block_size) + 1,
+            tree=DraftTree.where_asked(config),
         )
+
+    @property
+    def num_forks(self) -> int:
+        """Rows that a forward has beside one of each room, at most."""
+        return 0 if self.tree is None else self.tree.num_branches
+
+    @property
+    def num_all_blocks(self) -> int:
+        """Of all rooms, and scratch blocks."""
+        return self.num_rooms * self.num_blocks + (0 if self.tree is None else self.tree.num_scratch_blocks)
 
     def num_bytes(self, head: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -> int:
         """Bytes of the rooms, and of the features of a step on their way there and of those that are read."""
         assert head.draft_head is not None, "read as a head"
-        rows = self.num_rooms * self.num_features + config.scheduler.max_num_batched_tokens + MAX_READ_TOKENS
-        features = rows * _feature_bytes(head.draft_head)
-        return features + self.num_rooms * self.num_blocks * config.cache.block_size * kv_bytes_per_token
+        rows = self.num_rooms * self.num_features + config.scheduler.max_num_batched_tokens
+        features = (rows + MAX_READ_TOKENS + self.num_forks) * _feature_bytes(head.draft_head)
+        return features + self.num_all_blocks * config.cache.block_size * kv_bytes_per_token
 
 
 def _feature_bytes(spec: DraftHeadSpec | MedusaSpec | PredictionSpec) -> int:

@@ -4,6 +4,8 @@ models it goes with. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from engine.config import EngineConfig
@@ -12,9 +14,9 @@ from runtime.errors import ConfigError
 
 # The method of speculation.
 LOOKAHEAD = "lookahead"
-# Sequences that look ahead in the same step. With more of them a step has so many rows already that further
-# ones take longer than they bring.
-_MOST_SEQUENCES = 8
+# Sequences that have branches in the same step. With more of them a step has so many rows already that
+# further ones take longer than they bring.
+MOST_SEQUENCES = 8
 
 
 class LookaheadShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +47,8 @@ class LookaheadShape(msgspec.Struct, frozen=True, kw_only=True):
             num_levels=levels,
             num_columns=columns,
             num_candidates=candidates,
-            num_sequences=min(config.scheduler.max_num_seqs, _MOST_SEQUENCES),
-            # A branch may begin at the end of a block.
-            num_blocks=sum(-(-(size - 1 + each) // size) for each in lens),
+            num_sequences=min(config.scheduler.max_num_seqs, MOST_SEQUENCES),
+            num_blocks=num_blocks_of(lens, size),
         )
 
     @property
@@ -67,13 +68,28 @@ class LookaheadShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_sequences * self.num_blocks
 
 
+def num_blocks_of(lens: Iterable[int], block_size: int) -> int:
+    """Scratch blocks of branches of such lengths, each of which may begin at the end of a block."""
+    return sum(-(-(block_size - 1 + each) // block_size) for each in lens)
+
+
 def check_lookahead(spec: ModelSpec, config: EngineConfig, device: str) -> None:
     """Raises ConfigError where there is no lookahead."""
-    method = f"engine.speculation.method = {LOOKAHEAD!r}"
+    remedy = "set it to ngram, suffix or off"
+    check_branches(f"engine.speculation.method = {LOOKAHEAD!r}", spec, device, remedy)
+    if config.speculation.num_draft_tokens < 2:
+        raise ConfigError(
+            f"engine.speculation.num_draft_tokens = {config.speculation.num_draft_tokens}: n-grams of "
+            "lookahead have one token more, and at least three; raise it to 2"
+        )
+
+
+def check_branches(field: str, spec: ModelSpec, device: str, remedy: str) -> None:
+    """Raises ConfigError where texts have no branches; `field` asks for some."""
     if device != "cpu":
         raise ConfigError(
-            f"{method}: branches of a text are computed on CPUs alone, and engine.device is {device}; set it "
-            "to ngram, suffix or draft_model, or engine.device to cpu"
+            f"{field}: branches of a text are computed on CPUs alone, and engine.device is {device}; "
+            f"{remedy}, or engine.device to cpu"
         )
     for is_so, why in (
         (spec.state is not None, "has layers that carry a state, which cannot go on in several branches"),
@@ -85,9 +101,4 @@ def check_lookahead(spec: ModelSpec, config: EngineConfig, device: str) -> None:
         ),
     ):
         if is_so:
-            raise ConfigError(f"{method}: {spec.architecture} {why}; set it to ngram, suffix or off")
-    if config.speculation.num_draft_tokens < 2:
-        raise ConfigError(
-            f"engine.speculation.num_draft_tokens = {config.speculation.num_draft_tokens}: n-grams of "
-            "lookahead have one token more, and at least three; raise it to 2"
-        )
+            raise ConfigError(f"{field}: {spec.architecture} {why}; {remedy}")

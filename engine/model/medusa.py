@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.model.checkpoint import read_headers
 from engine.model.config_reader import ConfigReader
 from engine.model.draft_heads import FLOAT_BYTES, KEY, check_target
+from engine.model.draft_tree import DraftTree
 from engine.model.families.base import checkpoint_dtype
 from engine.model.layer_spec import MedusaSpec
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader, TensorNames
@@ -135,5 +136,7 @@ def _weights(spec: MedusaSpec) -> list[str]:
 
 def medusa_bytes(heads: ModelSpec, config: EngineConfig) -> int:
     """What heads compute with: hidden states of each sequence, and logits in their ids and the target's."""
-    width = _NUM_BUFFERS * heads.hidden_size + heads.vocab_size + heads.num_embeddings
-    return config.scheduler.max_num_seqs * width * FLOAT_BYTES
+    width, num_rows = _NUM_BUFFERS * heads.hidden_size + heads.vocab_size, config.scheduler.max_num_seqs
+    tree = DraftTree.where_asked(config)
+    num_drawn = num_rows if tree is None else num_rows + tree.num_branches
+    return (num_rows * width + num_drawn * heads.num_embeddings) * FLOAT_BYTES

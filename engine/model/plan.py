@@ -34,16 +34,17 @@ from engine.config import EngineConfig
 from engine.model.adapter_memory import adapter_bytes
 from engine.model.checkpoint import read_headers
 from engine.model.draft_heads import draft_config
+from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
-from engine.model.lookahead import LOOKAHEAD, LookaheadShape, check_lookahead
+from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.mtp import MTP, check_predictor, read_predictor_spec
 from engine.model.rank_checks import check_ranks
 from engine.model.shards import WHOLE, Shard
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.model.state_memory import StateRoom, draft_states_bytes, state_room
+from engine.model.state_memory import StateRoom, check_draft_states, draft_states_bytes, state_room
 from engine.model.weight_memory import (
     WeightCount,
     WeightForm,
@@ -259,12 +260,12 @@ def workspace_bytes(given: PlanInput) -> int:
 
 
 def _scratch_bytes(given: PlanInput) -> int:
-    """Blocks in which lookahead computes branches of texts."""
-    ahead = LookaheadShape.where_asked(given.config)
-    if ahead is None:
+    """Blocks in which branches of texts are computed."""
+    branches = branch_shape(given.config)
+    if branches is None:
         return 0
     per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtype)
-    return ahead.num_scratch_blocks * per_block
+    return branches.num_scratch_blocks * per_block
 
 
 def _shared_bytes(given: PlanInput) -> int:
@@ -300,8 +301,8 @@ def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
 def num_logit_rows(config: EngineConfig) -> int:
     """Rows of one step whose logits are wanted at most: each sequence's last, and those of its drafts."""
     wanted = config.scheduler.max_num_seqs * (1 + config.speculation.num_draft_tokens)
-    if (ahead := LookaheadShape.where_asked(config)) is not None:
-        wanted += ahead.num_logit_rows
+    if (branches := branch_shape(config)) is not None:
+        wanted += branches.num_logit_rows
     return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
@@ -480,15 +481,6 @@ def num_scratch_blocks(config: EngineConfig) -> int:
     return config.scheduler.max_num_seqs * per_sequence
 
 
-def _check_states(field: str, spec: ModelSpec, device: str, remedy: str) -> None:
-    """Refuses drafts where states cannot go back behind them: captured steps leave no copies on the way."""
-    if spec.state is not None and device != "cpu":
-        raise ConfigError(
-            f"{field}: {spec.architecture} has layers that carry a state, which goes back behind rejected "
-            f"drafts on CPUs alone; {remedy}"
-        )
-
-
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
     folder = find(model.path)
@@ -500,9 +492,11 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         )
     draft, method = None, config.speculation.method
     if method != "off":
-        _check_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
+        check_draft_states(f"engine.speculation.method = {method!r}", spec, device, "set it to off")
     if method == LOOKAHEAD:
         check_lookahead(spec, config, device)
+    if config.speculation.tree:
+        check_tree(spec, config, device)
     if method == MTP:
         draft = _prediction_input(config, spec, device, folder)
     elif method in ("draft_model", *_HEADS):
@@ -558,7 +552,7 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
         return _counted(config, head, headers, device, folder)
     draft = read_spec(folder)
     field = f"engine.speculation.draft_model = {path!r}"
-    _check_states(field, draft, device, "take one that only attends")
+    check_draft_states(field, draft, device, "take one that only attends")
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "

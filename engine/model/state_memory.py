@@ -8,6 +8,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.model.spec import ModelSpec
+from runtime.errors import ConfigError
 
 # Keys and values that lie between two copies take so many times a copy's bytes, within limits of tokens.
 INTERVAL_FACTOR = 4
@@ -65,3 +66,14 @@ def num_draft_states(draft: ModelSpec, config: EngineConfig) -> int:
 def draft_states_bytes(draft: ModelSpec, config: EngineConfig) -> int:
     """What they take."""
     return 0 if draft.state is None else num_draft_states(draft, config) * draft.state.num_bytes
+
+
+def check_draft_states(field: str, spec: ModelSpec, device: str, remedy: str) -> None:
+    """Raises ConfigError for drafts that states cannot go back behind: captured steps leave no copies on the
+    way.
+    """
+    if spec.state is not None and device != "cpu":
+        raise ConfigError(
+            f"{field}: {spec.architecture} has layers that carry a state, which goes back behind rejected "
+            f"drafts on CPUs alone; {remedy}"
+        )

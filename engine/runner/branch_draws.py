@@ -2,8 +2,8 @@
 the likeliest token behind guesses.
 
 A branch's rows draw with the noise of their own output positions, as the plan's rows do, so all paths that
-hold say the same tokens; the longest of them counts. It takes the place of the plan's drafts: its draws those
-of their rows, and its keys and values their slots.
+hold say the same tokens; the longest of them counts. It takes the place of the plan's drafts: its draws and
+hidden states those of their rows, and its keys and values their slots.
 
 Shape letters: R rows of the plan, D rows of drafts in branches.
 """
@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.model.back_end import Model
+from engine.model.native_decoder import NativeDecoder
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, num_confirmed, sampling_rows
 from engine.runner.sequence_table import SequenceTable
@@ -53,6 +55,7 @@ def draw_with_branches(
             values[own] = values[path]
         _replace_drafts(step, member, branches.texts[index])
         moves.append(branches.moves(index, held))
+        _move_features(model, rows[own], rows[path])
     if moves:
         storage.copy_slots(np.concatenate(moves))
     step.logits = logits[:count]
@@ -62,6 +65,13 @@ def draw_with_branches(
         allowed=drawn.allowed[:count],
         processed=drawn.processed[:count],
     )
+
+
+def _move_features(model: Model, own: NDArray[np.int64], path: NDArray[np.int64]) -> None:
+    """Hidden states that are kept for who drafts from them are those of what holds."""
+    assert isinstance(model, NativeDecoder), "others have no branches"
+    for captured in model.captured:
+        captured[own] = captured[path]
 
 
 def _paths(rows: LogitRows, branches: BranchRows) -> dict[int, list[int]]:

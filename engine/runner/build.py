@@ -21,6 +21,7 @@ from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
 from engine.model.draft_heads import draft_config
+from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
@@ -147,7 +148,7 @@ def _storage(
     given: PlanInput, plan: MemoryPlan, options: dict[str, Any], group: RankGroup | None
 ) -> KvStorage:
     """The cache of the plan; blocks of several ranks move together."""
-    ahead = LookaheadShape.where_asked(given.config)
+    branches = branch_shape(given.config)
     make_storage = KvStorage if group is None else functools.partial(RankedStorage, group)
     return make_storage(
         given.spec,
@@ -155,7 +156,7 @@ def _storage(
         ahead_blocks=_AHEAD_STEPS * given.config.scheduler.max_num_batched_tokens // plan.block_size,
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
-        num_scratch_blocks=0 if ahead is None else ahead.num_scratch_blocks,
+        num_scratch_blocks=0 if branches is None else branches.num_scratch_blocks,
         host_states=plan.num_host_states(options["host_blocks"]),
         present=(plan.num_blocks, plan.num_window_blocks),
         **options,
@@ -316,13 +317,13 @@ def _host_runner(
 
 def _branch_room(config: EngineConfig, storage: KvStorage) -> BranchRoom | None:
     """The scratch blocks behind the spare one, by slot."""
-    ahead = LookaheadShape.where_asked(config)
-    if ahead is None:
+    branches = branch_shape(config)
+    if branches is None:
         return None
     return BranchRoom(
         first_block=storage.num_blocks + 1,
-        blocks_each=ahead.num_blocks,
-        num_slots=ahead.num_sequences,
+        blocks_each=branches.num_blocks,
+        num_slots=branches.num_sequences,
         most_rows=config.scheduler.max_num_batched_tokens,
     )
 
@@ -372,15 +373,17 @@ def _head(
     spec, request = draft.spec.draft_head, _draft_request(given, draft, plan)
     assert spec is not None, "read as a head"
     target.captured_layers = spec.layers_of(target.spec.num_layers)
+    tree = DraftTree.where_asked(given.config)
+    target.copies_slots = tree is not None
     load_record = functools.partial(
         load, request, target.library, lambda phase, part: progress("load draft head", part)
     )
     num_rooms = given.config.scheduler.max_num_seqs
     if isinstance(spec, MedusaSpec):
         heads = NativeMedusaHeads(load_record(), target, max_rows=num_rooms)
-        return MedusaDrafter(heads, target, num_rooms=num_rooms)
+        return MedusaDrafter(heads, target, num_rooms=num_rooms, tree=tree)
     rooms = HeadRooms.of(draft.spec, given.config)
-    sizes = {"max_tokens": MAX_READ_TOKENS, "max_rows": num_rooms}
+    sizes = {"max_tokens": MAX_READ_TOKENS + rooms.num_forks, "max_rows": num_rooms + rooms.num_forks}
     head = (
         NativePredictor(load_record(), target, **sizes)
         if isinstance(spec, PredictionSpec)
@@ -388,7 +391,7 @@ def _head(
     )
     head.share_embedding(target.record)
     options = {**storage_options, "host_blocks": 0}
-    storage = KvStorage(draft.spec, num_blocks=rooms.num_rooms * rooms.num_blocks, **options)
+    storage = KvStorage(draft.spec, num_blocks=rooms.num_all_blocks, **options)
     return HeadDrafter(head, target, storage, rooms)
 
 

@@ -23,7 +23,7 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.draft_states import Copies, DraftStates
 from engine.runner.speculation.drafter import Drafter
-from engine.runner.speculation.running_ahead import run_ahead
+from engine.runner.speculation.running_ahead import Tails, run_ahead
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import Device, Values, on_device
 from kernels.linear.rows import ROW_MULTIPLE
@@ -79,7 +79,7 @@ class DraftModel(Drafter):
         """What was read of it lies under its blocks, and goes with them."""
 
 
-class _Tails:
+class _Tails(Tails):
     """See Tails: where each sequence ends, and the blocks in which its drafts live."""
 
     def __init__(

@@ -22,8 +22,9 @@ class Drafter(Protocol):
     looks_up: bool
     # Whether it has to see steps before it is asked.
     keeps_steps: bool = False
-    # Rows that a sequence's step computes beside its drafts.
-    rows_beside: int = 0
+    # Rows that a sequence's step computes beside its drafts, by how many of these: those that come with the
+    # first one, further ones with the second.
+    rows_beside: Sequence[int] = ()
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable

@@ -30,13 +30,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
-from engine.runner.speculation.owners import Owners, num_held
+from engine.runner.speculation.owners import (
+    LEAST_MARGIN,
+    SLACK,
+    Owners,
+    all_gain,
+    leaves_each_as_much,
+    num_held,
+)
 from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_class
 
-# A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
-# between decides what steps with drafts really gained.
-LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
+# A draft must gain so many times what it costs at most. Between that and LEAST_MARGIN decides what steps with
+# drafts really gained.
+_MOST_MARGIN = 4.0
 _MARGIN_UP, _MARGIN_DOWN, _BALANCE_FADING = 1.1, 0.9, 0.9
 # How many drafts the experience with an owner's others counts for beside that with one sequence.
 _PRIOR = 2.0
@@ -58,8 +65,6 @@ _PASSING_STEPS = 16
 _SHORT_TRIAL, _TRIAL_INTERVAL, _TRIAL_ROUNDS = 0.01, 256, 2
 # Part of a plain step that lookups may have cost in vain.
 _MOST_IN_VAIN = 0.1
-# What a tenant's step may be longer for others' drafts.
-_SLACK = 0.01
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
 _READ_ROUNDS, _FEW_TOKENS = 8, 8
 # How fast the memory of what a sequence's lookups brought fades.
@@ -117,12 +122,19 @@ class Economics:
     """Decides how many drafts each sequence gets."""
 
     def __init__(
-        self, max_drafts: int, min_acceptance: float, *, wakes_early: bool = False, rows_beside: int = 0
+        self,
+        max_drafts: int,
+        min_acceptance: float,
+        *,
+        wakes_early: bool = False,
+        rows_beside: Sequence[int] = (),
     ) -> None:
         """`wakes_early`: some steps are seen before an attempt. `rows_beside`: what a sequence that drafts
-        computes beside its drafts.
+        computes beside each of its drafts, in their order.
         """
-        self._rows_beside = rows_beside
+        # [P + 1] a draft's own row and those beside it; further drafts have none beside.
+        self._rows_each = np.ones(max_drafts + 1, np.int64)
+        self._rows_each[: len(rows_beside)] += np.array(rows_beside, np.int64)
         self._waking_steps = _WAKING_STEPS if wakes_early else 0
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
@@ -266,7 +278,7 @@ class Economics:
         """Compares a step with drafts, proposing included, with the plain steps that it stood for."""
         costs.balance = _BALANCE_FADING * costs.balance + gained
         if costs.balance < 0:
-            costs.margin = min(costs.margin * _MARGIN_UP, MOST_MARGIN)
+            costs.margin = min(costs.margin * _MARGIN_UP, _MOST_MARGIN)
         else:
             costs.margin = max(costs.margin * _MARGIN_DOWN, LEAST_MARGIN)
 
@@ -359,7 +371,7 @@ class Economics:
         few = max(1, int(_SHORT_TRIAL * plain_s / each_s)) if each_s else num
         if len(asked) > few:
             sure = [(each.found or 0.0) * each.acceptance.share(0, _PRIOR) for each in sequences]
-            if not _bear(owners, sure, len(asked) * each_s / plain_s):
+            if not all_gain(owners, sure, len(asked) * each_s / plain_s):
                 asked = asked[:few]
         others = sorted(set(range(num)) - set(asked))
         if (
@@ -396,8 +408,9 @@ class Economics:
         cheapest = min(asked, key=lambda row: sequences[row].num_unread)
         few = min(_TRIAL_ROUNDS, self.max_drafts)
         trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
-        if self._rows_beside:
-            trial_s += float(self.times.factors(num, few + self._rows_beside)[-1] - 1) * plain_s
+        num_rows = int(self._rows_each[:few].sum())
+        if num_rows > few:
+            trial_s += float(self.times.factors(num, num_rows)[-1] - 1) * plain_s
         if self._may_try(costs, plain_s, trial_s):
             counts[cheapest] = few
         return counts
@@ -474,7 +487,7 @@ class Economics:
             return [0] * num, 0.0
         tokens = reach.ravel()[order]  # [N]
         whose, places = np.divmod(order, most)
-        rows = np.arange(1, order.size + 1) + self._rows_beside * np.cumsum(places == 0)
+        rows = np.cumsum(np.take(self._rows_each, places, mode="clip"))
         extra_s: NDArray[np.float64] = (self.times.factors(num, int(rows[-1]))[rows] - 1) * plain_s
         if by_forwards:
             extra_s = extra_s + self._forwards_s(costs, sequences, whose, places)
@@ -482,7 +495,7 @@ class Economics:
         yields = (num + sums) * plain_s / (plain_s + costs.margin * extra_s)
         # Lookups are over, and cost what they cost; but everybody waited for them.
         sure = np.cumprod(self._shares(sequences, [None] * num, lengths, most), axis=1).ravel()[order]
-        fair = _fair(owners, whose, sure, 1 + (extra_s + self._proposing_s) / plain_s)
+        fair = leaves_each_as_much(owners, whose, sure, 1 + (extra_s + self._proposing_s) / plain_s)
         best = int(np.argmax(np.where(fair, yields, 0.0)))
         gained_s = float(sums[best] * plain_s / num - extra_s[best])
         if yields[best] <= num or not fair[best]:
@@ -496,8 +509,8 @@ class Economics:
         costs, plain_s, prior = self._costs(1), self.times.plain_s(1), self.owners.of(owner).acceptance
         each_s = costs.per_draft.value if by_forwards else 0.0
         reading_s = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS if by_forwards else 0.0
-        beside = self._rows_beside
-        factors = self.times.factors_of_one(most + beside)
+        rows = np.cumsum(np.take(self._rows_each, range(most), mode="clip")).tolist()
+        factors = self.times.factors_of_one(rows[-1])
         reach, total, best, highest, gained_s = 1.0, 0.0, 0, 1.0, 0.0
         tokens: list[float] = []
         extra_s: list[float] = []
@@ -508,7 +521,7 @@ class Economics:
             reach *= share
             total += reach
             tokens.append(reach)
-            extra_s.append((factors[place + 1 + beside] - 1) * plain_s + (place + 1) * each_s + reading_s)
+            extra_s.append((factors[rows[place]] - 1) * plain_s + (place + 1) * each_s + reading_s)
             yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
             if yields > highest:
                 best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]
@@ -562,34 +575,10 @@ class Economics:
         most = max(1, 2 * self.times.num_known(num))
         count = min(1 << costs.num_trials // FEW % 4, most, tokens.size)
         seconds = float(extra_s[count - 1])
-        if tokens[:count].sum() < num * _SLACK or not self._may_try(costs, plain_s, seconds, is_felt=felt):
+        if tokens[:count].sum() < num * SLACK or not self._may_try(costs, plain_s, seconds, is_felt=felt):
             return -1
         costs.num_trials += 1
         return count - 1
 
     def _costs(self, num_sequences: int) -> _Costs:
         return self._sizes.setdefault(size_class(num_sequences), _Costs())
-
-
-def _bear(owners: Sequence[str], chances: Sequence[float], share: float) -> bool:
-    """Whether lookups that take this share of a step are expected to bring every owner as much."""
-    expected: dict[str, list[float]] = {}
-    for owner, chance in zip(owners, chances, strict=True):
-        expected.setdefault(owner, []).append(chance)
-    return all(sum(each) / len(each) >= LEAST_MARGIN * share for each in expected.values())
-
-
-def _fair(
-    owners: Sequence[str],
-    whose: NDArray[np.int64],
-    tokens: NDArray[np.floating[Any]],
-    factors: NDArray[np.floating[Any]],
-) -> NDArray[np.bool_]:
-    """Whether the first so many drafts [N] leave every owner as many tokens a second as without."""
-    names, owner_of = np.unique(np.array(owners), return_inverse=True)
-    if names.size == 1:
-        return np.ones(tokens.size, np.bool_)
-    owned = np.bincount(owner_of, minlength=names.size)  # [O]
-    theirs = np.arange(names.size)[:, None] == owner_of[whose]  # [O, N]
-    grown = 1 + np.cumsum(np.where(theirs, tokens, 0.0), axis=1) / owned[:, None]
-    return np.asarray((grown * (1 + _SLACK) >= factors).all(axis=0))

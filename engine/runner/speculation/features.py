@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.draft_tree import DraftTree
 from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import NEVER_DRAWN
 from engine.runner.inputs import StepInputs
@@ -36,10 +37,13 @@ class FeatureDrafter(Drafter):
         num_features: int,
         num_drawn: int,
         target_ids: NDArray[np.int64] | None,
+        tree: DraftTree | None,
     ) -> None:
         """`target` captures the layers that are read. Heads draw `num_drawn` ids of their own, which are
-        `target_ids` of the target's [num_drawn]; None: the same.
+        `target_ids` of the target's [num_drawn]; None: the same. `tree`: None where drafts are chains.
         """
+        self.tree = tree
+        self.rows_beside = () if tree is None else tree.rows_beside
         self.target, self.num_rooms, self.num_features = target, num_rooms, num_features
         # Features by position, modulo F.
         self.features = [

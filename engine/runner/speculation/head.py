@@ -14,7 +14,7 @@ Shape letters: S sequences, T tokens, N rooms, E hidden size of the target, B bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from engine.model.native_decoder import NativeDecoder
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.features import FeatureDrafter
-from engine.runner.speculation.running_ahead import run_ahead
+from engine.runner.speculation.running_ahead import Tails, run_ahead
 from kernels.attention.ragged import RaggedBatch
 
 
@@ -45,6 +45,7 @@ class HeadDrafter(FeatureDrafter):
             num_features=rooms.num_features,
             num_drawn=head.spec.vocab_size,
             target_ids=record.target_ids,
+            tree=rooms.tree,
         )
         self.head, self.storage, self.rooms = head, storage, rooms
         # Places that are filled, in blocks of this order.
@@ -59,7 +60,13 @@ class HeadDrafter(FeatureDrafter):
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
         """See Drafter; none while more is to be read than a forward may."""
-        return run_ahead(_Ends(self, states, max(counts), table), counts, table, MAX_READ_TOKENS)
+        return run_ahead(_Ends(self, states, max(counts), table), counts, table, MAX_READ_TOKENS, self.tree)
+
+    def scratch_blocks(self, room: int) -> Iterator[int]:
+        """Those in which a room's branches go on, which lie behind all rooms."""
+        assert self.tree is not None, "rooms have branches"
+        each, first = self.tree.num_blocks, self.rooms.num_rooms * self.rooms.num_blocks
+        return iter(range(first + room * each, first + (room + 1) * each))
 
     def make_place(self, room: int, num_new: int) -> None:
         """Lets the oldest blocks of a room go for so many new places, if need be."""
@@ -75,8 +82,10 @@ class HeadDrafter(FeatureDrafter):
         self.held[room] -= gone * size
 
 
-class _Ends:
+class _Ends(Tails):
     """See Tails: where the rooms of sequences end."""
+
+    by_row = (*Tails.by_row, "positions", "places", "blocks", "hidden")
 
     def __init__(
         self, drafter: HeadDrafter, states: Sequence[SequenceState], most: int, table: SequenceTable
@@ -88,9 +97,11 @@ class _Ends:
         # Of the next forward: the first position of each, and its place.
         self.positions = np.zeros(len(states), np.int64)
         self.places = np.zeros(len(states), np.int64)
-        # What the head left behind the latest forward [S, E], and of whom.
-        self.hidden = np.zeros((0, 0), np.float32)
-        self.left_of = np.zeros(0, np.int64)
+        # Blocks of each once it is known what is read, and scratch blocks of rooms that were not taken yet.
+        self.blocks = np.zeros((0, 0), np.int64)
+        self.scratch: dict[int, Iterator[int]] = {}
+        # What the head left behind the latest forward [S, E].
+        self.hidden = np.zeros((len(states), drafter.head.spec.hidden_size), np.float32)
 
     def to_read(self, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See Tails."""
@@ -110,6 +121,7 @@ class _Ends:
             # What is written stays; drafts behind it do not.
             drafter.read[room] = self.positions[row] + span
             drafter.held[room] += span
+        self.blocks = drafter.blocks[self.slots]
         return np.array(live, np.int64), np.array(spans, np.int64)
 
     def logits(
@@ -128,37 +140,50 @@ class _Ends:
                 rows[: owners.size] = features[rooms, positions % drafter.rooms.num_features]
         else:
             tokens = np.array([proposals[row][-1] for row in live.tolist()], np.int64)
-        batch = self._batch(live, rooms, self.places[owners] + within, tokens, positions, ends)
+        batch = self._batch(live, owners, self.places[owners] + within, tokens, positions, ends)
         layers = drafter.storage.layers
-        if is_first:
-            hidden = head.read(batch, layers)
-        else:
-            hidden = head.go_on(self.hidden[np.searchsorted(self.left_of, live)], batch, layers)
+        hidden = head.read(batch, layers) if is_first else head.go_on(self.hidden[live], batch, layers)
         logits = head.logits_of(hidden, ends)
-        self.hidden, self.left_of = hidden[ends], live
+        self.hidden[live] = hidden[ends]
         self.positions[live] += spans
         self.places[live] += spans
         return drafter.in_target_ids(logits)
 
+    def fork(self, rows: Sequence[int], num_ahead: Sequence[int]) -> None:
+        """See Tails: what lies in the block in which a branch goes on is copied into its own."""
+        drafter, first = self.drafter, len(self.states)
+        size, copies = drafter.storage.block_size, []
+        super().fork(rows, num_ahead)
+        for row, (parent, count) in enumerate(zip(rows, num_ahead, strict=True), first):
+            room, place, table = int(self.slots[row]), int(self.places[row]), self.blocks[row]
+            scratch = self.scratch.setdefault(room, drafter.scratch_blocks(room))
+            begin, end = place // size, -(-(place + count) // size)
+            table[begin:end] = [next(scratch) for _ in range(begin, end)]
+            within = np.arange(place % size)
+            copies.append(
+                np.stack([blocks[begin] * size + within for blocks in (self.blocks[parent], table)], axis=1)
+            )
+        drafter.storage.copy_slots(np.concatenate(copies))
+
     def _batch(
         self,
         live: NDArray[np.int64],
-        rooms: NDArray[np.int64],
+        owners: NDArray[np.int64],
         places: NDArray[np.int64],
         tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> ForwardBatch:
-        """Tokens [T] at their places in rooms [T]; `ends` [S] are the last one of each live sequence."""
-        blocks, size = self.drafter.blocks, self.drafter.storage.block_size
+        """Tokens [T] of rows [T] at their places; `ends` [S] are the last one of each live row."""
+        blocks, size = self.blocks, self.drafter.storage.block_size
         return ForwardBatch(
             token_ids=tokens,
             positions=positions,
-            slots=blocks[rooms, places // size] * size + places % size,
+            slots=blocks[owners, places // size] * size + places % size,
             ragged=RaggedBatch(
                 query_starts=np.concatenate(([0], ends + 1)),
                 context_lens=places[ends] + 1,
-                block_tables=blocks[self.slots[live]],
+                block_tables=blocks[live],
                 block_size=size,
             ),
         )

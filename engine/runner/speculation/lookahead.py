@@ -28,7 +28,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, shape: LookaheadShape) -> None:
         self._shape = shape
-        self.rows_beside = shape.num_rows
+        self.rows_beside = (shape.num_rows,)
 
     def propose(
         self, states: Sequence[SequenceState], counts: Sequence[int], table: SequenceTable

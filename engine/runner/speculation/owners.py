@@ -1,9 +1,17 @@
-"""How drafts fared in all of an owner's sequences: what a new one of them begins with."""
+"""How drafts fared in all of an owner's sequences, what a new one of them begins with; and what is fair
+between owners whose sequences share steps.
+
+Shape letters: N drafts, O owners.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
 
@@ -11,6 +19,9 @@ from engine.runner.speculation.acceptance import Acceptance
 # drafts. Owners whose experience is kept.
 _FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.5, 4.0
 _MOST_OWNERS = 1024
+# A draft must gain so many times what it costs at least, as costs are measured with noise; and what a step
+# may be longer for others' drafts.
+LEAST_MARGIN, SLACK = 1.15, 0.01
 
 
 @dataclass
@@ -62,3 +73,27 @@ def num_held(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     while held < min(len(drafts), len(drawn)) and drawn[held] == drafts[held]:
         held += 1
     return held
+
+
+def all_gain(owners: Sequence[str], chances: Sequence[float], share: float) -> bool:
+    """Whether lookups that take this share of a step are expected to bring every owner as much."""
+    expected: dict[str, list[float]] = {}
+    for owner, chance in zip(owners, chances, strict=True):
+        expected.setdefault(owner, []).append(chance)
+    return all(sum(each) / len(each) >= LEAST_MARGIN * share for each in expected.values())
+
+
+def leaves_each_as_much(
+    owners: Sequence[str],
+    whose: NDArray[np.int64],
+    tokens: NDArray[np.floating[Any]],
+    factors: NDArray[np.floating[Any]],
+) -> NDArray[np.bool_]:
+    """Whether the first so many drafts [N] leave every owner as many tokens a second as without."""
+    names, owner_of = np.unique(np.array(owners), return_inverse=True)
+    if names.size == 1:
+        return np.ones(tokens.size, np.bool_)
+    owned = np.bincount(owner_of, minlength=names.size)  # [O]
+    theirs = np.arange(names.size)[:, None] == owner_of[whose]  # [O, N]
+    grown = 1 + np.cumsum(np.where(theirs, tokens, 0.0), axis=1) / owned[:, None]
+    return np.asarray((grown * (1 + SLACK) >= factors).all(axis=0))

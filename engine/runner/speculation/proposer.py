@@ -52,7 +52,7 @@ class Proposer:
             config.num_draft_tokens,
             config.min_acceptance,
             wakes_early=drafter is not None and drafter.keeps_steps,
-            rows_beside=0 if drafter is None else drafter.rows_beside,
+            rows_beside=() if drafter is None else drafter.rows_beside,
         )
 
     def propose(

@@ -8,20 +8,25 @@ Shape letters: S sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.draft_tree import DraftTree
 from engine.runner.sequence_table import SequenceState, SequenceTable
+from engine.runner.speculation.tree import GrowingTree
 from engine.sampling.table import sample
 from kernels.sampling.rows import SamplingRows
 
 
 class Tails(Protocol):
-    """Where sequences end, and what computes on from there."""
+    """Where sequences end, and what computes on from there. Behind their rows lie those of branches."""
 
+    # Arrays that have a value for each row.
+    by_row: ClassVar[tuple[str, ...]] = ("slots", "outputs", "is_read")
     states: Sequence[SequenceState]
     slots: NDArray[np.int64]  # [S]
     outputs: NDArray[np.int64]  # [S] output tokens known
@@ -37,45 +42,66 @@ class Tails(Protocol):
         behind the last ones.
         """
 
+    def fork(self, rows: Sequence[int], num_ahead: Sequence[int]) -> None:
+        """Adds rows that go on as these are behind the latest forward, each for so many forwards."""
+        self.states = [*self.states, *(self.states[row] for row in rows)]
+        for name in self.by_row:
+            values = getattr(self, name)
+            setattr(self, name, np.concatenate((values, values[list(rows)])))
+
 
 def run_ahead(
-    tails: Tails, counts: Sequence[int], table: SequenceTable, budget: int
+    tails: Tails,
+    counts: Sequence[int],
+    table: SequenceTable,
+    budget: int,
+    tree: DraftTree | None = None,
 ) -> list[tuple[int, ...]]:
     """Up to `counts` [S] tokens after each sequence's last one; fewer where a grammar ends, none while the
-    sequence's text is still being read.
+    sequence's text is still being read. With a tree sequences get its branches, as far as these go.
     """
-    states = tails.states
+    states, wanted = tails.states, list(counts)
     proposals: list[list[int]] = [[] for _ in states]
     live, spans = tails.to_read(budget)
+    growing = None if tree is None else GrowingTree(tree, states, tails.is_read, counts)
     # Drafts move the matchers that are there; afterwards these are where those were.
     matchers = [None if each.matcher is None else each.matcher.copy() for each in states]
     try:
         step = 0
         while spans.size:
             logits = tails.logits(live, spans, proposals)
-            drawn = _draw(logits, tails, live, proposals, step, table)
+            draw = functools.partial(_draw, tails=tails, proposals=proposals, step=step, table=table)
+            drawn = draw(logits, live)
+            begun = growing.begun(live, logits, drawn, proposals, draw) if growing is not None else []
             # Those whose text is read, and whose draw the grammar takes, go on.
             going_on = []
             for index, token in zip(live.tolist(), drawn.tolist(), strict=True):
-                if not tails.is_read[index] or not _accepts(states[index], token):
+                if not tails.is_read[index] or not _accepts(tails.states[index], token):
                     continue
                 proposals[index].append(token)
-                if len(proposals[index]) < counts[index]:
+                if len(proposals[index]) < wanted[index]:
                     going_on.append(index)
+            if begun:
+                going_on += range(len(proposals), len(proposals) + len(begun))
+                tails.fork([each.row for each in begun], [each.num_ahead for each in begun])
+                proposals += [each.text for each in begun]
+                wanted += [len(each.text) + each.num_ahead for each in begun]
             step += 1
             live = np.array(going_on, np.int64)
             spans = np.ones(live.size, np.int64)
     finally:
-        for state, matcher, drafts in zip(states, matchers, proposals, strict=True):
+        for state, matcher, drafts in zip(states, matchers, proposals, strict=False):
             state.matcher = matcher
             state.draft.num_proposed = len(drafts)
-    return [tuple(drafts) for drafts in proposals]
+    if growing is not None:
+        growing.hand_over()
+    return [tuple(drafts) for drafts in proposals[: len(states)]]
 
 
 def _draw(
     logits: Any,
-    tails: Tails,
     live: NDArray[np.int64],
+    tails: Tails,
     proposals: Sequence[Sequence[int]],
     step: int,
     table: SequenceTable,

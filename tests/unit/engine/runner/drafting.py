@@ -24,6 +24,8 @@ from tests.unit.engine.runner.driver import GREEDY, Job, prompt_of
 
 BUNDLED = Path("models/millrace-nano")
 NUM_LAYERS = 4
+# A branch that goes on, one that leaves it, and others that end with their first drafts.
+TREE = ((1, 0, 0), (1, 1), (2,), (0, 1), (0, 0, 1))
 # A head has keys and values of the same kind as its model; the smallest kinds take whole groups of 16.
 HEAD_DIM = 16
 SAMPLINGS = [

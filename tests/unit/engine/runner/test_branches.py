@@ -35,7 +35,7 @@ class KnowingDrafter(Drafter):
     """
 
     looks_up = False
-    rows_beside = NUM_BESIDE
+    rows_beside = (NUM_BESIDE,)
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts

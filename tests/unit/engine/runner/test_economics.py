@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.speculation.economics import LEAST_MARGIN, Economics, StepCost
+from engine.runner.speculation.economics import Economics, StepCost
+from engine.runner.speculation.owners import LEAST_MARGIN
 from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import StepTimes
 from tests.unit.engine.runner.virtual_drafts import Machine, Run, run
@@ -334,7 +335,13 @@ def test_rows_beside_drafts_have_their_price(num_sequences: int) -> None:
     owners, most = ["a"] * num_sequences, [4] * num_sequences
     economics = measured(plain_s=1.0, per_row_s=0.1, per_draft_s=0.0, num_sequences=num_sequences)
     found = {}
-    for beside in (0, 5, 40):
-        economics._rows_beside = beside
+    # Also where those beside all but the first are too dear.
+    for beside in ((), (5,), (40,), (1, 30, 30)):
+        economics._rows_each = 1 + np.array([*beside, 0, 0, 0, 0][:5])
         found[beside] = economics.rounds(sequences, owners, most)
-    assert found == {0: most, 5: most, 40: [0] * num_sequences}
+    assert found == {
+        (): most,
+        (5,): most,
+        (40,): [0] * num_sequences,
+        (1, 30, 30): [1] * num_sequences,
+    }

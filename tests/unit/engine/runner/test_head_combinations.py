@@ -32,6 +32,7 @@ from tests.unit.engine.runner.drafting import (
     HEAD_DIM,
     NUM_LAYERS,
     SAMPLINGS,
+    TREE,
     guided_by,
     poison_head,
     speculating,
@@ -148,14 +149,17 @@ def requests_of(lessons: list[Lesson], *, first: int = 0, **options: Any) -> lis
     ]
 
 
-METHODS = ["eagle3", "medusa", "lookahead"]
+METHODS = ["eagle3", "medusa", "lookahead", "eagle3 tree", "medusa tree"]
 
 
 def speculation_of(method: str, head: Callable[[str], Path]) -> SpeculationConfig:
-    """Drafts of a method whether they pay or not; only heads have a folder."""
+    """Drafts of a method whether they pay or not; only heads have a folder, and drafts that are a tree."""
     if method == "lookahead":
         return SpeculationConfig(method="lookahead", min_acceptance=0.0, num_draft_tokens=3)
-    return predicting_speculation() if method == "mtp" else speculating(head(method))
+    if method == "mtp":
+        return predicting_speculation()
+    kind, _, is_tree = method.partition(" ")
+    return speculating(head(kind), tree=TREE if is_tree else ())
 
 
 @pytest.fixture(scope="module", params=[*METHODS, "mtp"])
@@ -356,7 +360,7 @@ def test_keys_and_values_of_few_bits_are_those_without_drafts(
     """Also those of a head itself, and of branches."""
     cache = {"kv_dtype": kind}
     with opened(target_folder, None, cache=cache) as plain:
-        for method in ("eagle3", "lookahead"):
+        for method in ("eagle3", "lookahead", "eagle3 tree"):
             with opened(target_folder, speculation_of(method, trained_head), cache=cache) as drafting:
                 assert_equal(drafting, plain, requests_of(lessons))
 
@@ -398,7 +402,7 @@ def test_rows_with_adapters_draft_beside_those_without(
     assert totals(found)[1] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS[:3], "medusa tree"])
 def test_drafts_of_a_head_and_tokens_that_a_grammar_forces_take_turns(method: str) -> None:
     """Of one answer some are forced and some are drafted; beside thoughts that are held to a budget, in steps
     that are overlapped, and where an answer goes on in its middle. The heads are those of the bundled model.

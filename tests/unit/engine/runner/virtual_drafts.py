@@ -61,7 +61,7 @@ class Guesses:
     clock: Clock
     looks_up: bool = True
     keeps_steps: bool = False
-    rows_beside: int = 0
+    rows_beside: Sequence[int] = ()
     # Share of look-ups that find something.
     found: float = 1.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
