@@ -348,20 +348,7 @@ class ProgramBuilder:
         sinks: Values | None = None,
     ) -> None:
         """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
-        kind = (num_kv_heads, mixed.shape[1] // attention.num_heads)
-        plan = self._plans.get(kind)
-        if plan is None:
-            plan = self._plans[kind] = NativeAttentionPlan(
-                self.library,
-                num_heads=attention.num_heads,
-                num_kv_heads=num_kv_heads,
-                value_dim=kind[1],
-                block_size=cache.block_size,
-            )
-        if kind not in self._planned:
-            self._planned.add(kind)
-            ahead = max(map(self.spec.ahead, range(self.spec.num_layers)))
-            self.add("attention_plan", AttentionPlanArgs(self.step, plan.address, ahead), plan)
+        plan = self._plan_of(attention.num_heads, num_kv_heads, mixed.shape[1], cache.block_size)
         options = attention.options
         args = AttentionArgs(
             step=self._step_of(cache),
@@ -380,6 +367,24 @@ class ProgramBuilder:
             ahead=options.ahead,
         )
         self.add("attention", args, attention, cache, q, mixed)
+
+    def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
+        """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""
+        kind = (num_kv_heads, width // num_heads)
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = NativeAttentionPlan(
+                self.library,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                value_dim=kind[1],
+                block_size=block_size,
+            )
+        if kind not in self._planned:
+            self._planned.add(kind)
+            ahead = max(map(self.spec.ahead, range(self.spec.num_layers)))
+            self.add("attention_plan", AttentionPlanArgs(self.step, plan.address, ahead), plan)
+        return plan
 
     def _copy_slots(self, cache: Storage) -> None:
         """Copies the step's slots, where a step may have such, behind what it writes itself."""

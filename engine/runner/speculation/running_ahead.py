@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.model.draft_tree import DraftTree
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.runner.speculation.tree import GrowingTree
+from engine.runner.speculation.tree import BegunBranch, GrowingTree
 from engine.sampling.table import sample
 from kernels.sampling.rows import SamplingRows
 
@@ -51,11 +51,7 @@ class Tails(Protocol):
 
 
 def run_ahead(
-    tails: Tails,
-    counts: Sequence[int],
-    table: SequenceTable,
-    budget: int,
-    tree: DraftTree | None = None,
+    tails: Tails, counts: Sequence[int], table: SequenceTable, budget: int, tree: DraftTree | None = None
 ) -> list[tuple[int, ...]]:
     """Up to `counts` [S] tokens after each sequence's last one; fewer where a grammar ends, none while the
     sequence's text is still being read. With a tree sequences get its branches, as far as these go.
@@ -82,10 +78,7 @@ def run_ahead(
                 if len(proposals[index]) < wanted[index]:
                     going_on.append(index)
             if begun:
-                going_on += range(len(proposals), len(proposals) + len(begun))
-                tails.fork([each.row for each in begun], [each.num_ahead for each in begun])
-                proposals += [each.text for each in begun]
-                wanted += [len(each.text) + each.num_ahead for each in begun]
+                going_on += _fork(tails, begun, proposals, wanted)
             step += 1
             live = np.array(going_on, np.int64)
             spans = np.ones(live.size, np.int64)
@@ -96,6 +89,15 @@ def run_ahead(
     if growing is not None:
         growing.hand_over()
     return [tuple(drafts) for drafts in proposals[: len(states)]]
+
+
+def _fork(tails: Tails, begun: Sequence[BegunBranch], proposals: list[list[int]], wanted: list[int]) -> range:
+    """Adds rows for branches that go on; which they are."""
+    rows = range(len(proposals), len(proposals) + len(begun))
+    tails.fork([each.row for each in begun], [each.num_ahead for each in begun])
+    proposals += [each.text for each in begun]
+    wanted += [len(each.text) + each.num_ahead for each in begun]
+    return rows
 
 
 def _draw(
