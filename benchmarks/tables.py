@@ -26,6 +26,7 @@ COMMANDS = {
     "chaos_stop_75s": "chaos --stop",
     "door": "door --checkpoint build/peers/llama-40m",
     "faces": "gateways.faces",
+    "hand_over": "hand_over --requests 24 --kills 1",
     "door_virtual": "door --virtual",
     "door_virtual_slow": "door --virtual --device slow",
     "engine_cpu_roofline": "engine.cpu_step",

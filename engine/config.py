@@ -115,7 +115,7 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 # Whose drafts may be a tree.
-_TREE_METHODS = ("eagle3", "medusa")
+_TREE_METHODS = ("eagle3", "medusa", "mtp")
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,9 +141,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # n-gram. So many of those that begin with a text's last token are verified at once.
     lookahead_window: int = 3
     lookahead_candidates: int = 3
-    # Drafts of eagle3 and medusa beside the likeliest num_draft_tokens, written as Medusa's choices: paths of
-    # ranks from 0. [1, 0, 0] is the second likeliest token, and what is likeliest behind it, twice. What is
-    # before a path, and what is likelier behind the same drafts, belongs to the tree. Empty: a chain.
+    # Drafts of eagle3, medusa and mtp beside the likeliest num_draft_tokens, written as Medusa's choices:
+    # paths of ranks from 0. [1, 0, 0] is the second likeliest token, and what is likeliest behind it, twice.
+    # What is before a path, and what is likelier behind the same drafts, belongs to the tree. Empty: a chain.
     tree: tuple[tuple[int, ...], ...] = ()
     # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
     # than this share of them would be accepted. 0 always drafts, whatever it costs.
@@ -154,7 +154,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.tree and self.method not in _TREE_METHODS:
             raise ConfigError(
                 f"engine.speculation.tree: drafts of method = {self.method!r} are no tree; leave it empty, "
-                f"or set the method to {' or '.join(_TREE_METHODS)}"
+                f"or set the method to one of {', '.join(_TREE_METHODS)}"
             )
         for path in self.tree:
             if not 0 < len(path) <= self.num_draft_tokens or min(path) < 0:

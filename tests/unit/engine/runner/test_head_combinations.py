@@ -156,13 +156,12 @@ def speculation_of(method: str, head: Callable[[str], Path]) -> SpeculationConfi
     """Drafts of a method whether they pay or not; only heads have a folder, and drafts that are a tree."""
     if method == "lookahead":
         return SpeculationConfig(method="lookahead", min_acceptance=0.0, num_draft_tokens=3)
-    if method == "mtp":
-        return predicting_speculation()
     kind, _, is_tree = method.partition(" ")
-    return speculating(head(kind), tree=TREE if is_tree else ())
+    tree = TREE if is_tree else ()
+    return predicting_speculation(tree=tree) if kind == "mtp" else speculating(head(kind), tree=tree)
 
 
-@pytest.fixture(scope="module", params=[*METHODS, "mtp"])
+@pytest.fixture(scope="module", params=[*METHODS, "mtp", "mtp tree"])
 def head(request: Any, trained_head: Callable[..., Path]) -> SpeculationConfig:
     return speculation_of(request.param, trained_head)
 

@@ -167,7 +167,7 @@ def test_the_plan_counts_what_branches_are_computed_in(folder: Path, head: Path)
     [
         (
             {"method": "ngram", "tree": ((1,),)},
-            r"tree: drafts of method = 'ngram' are no tree; .* eagle3 or medusa",
+            r"tree: drafts of method = 'ngram' are no tree; .* eagle3, medusa, mtp",
         ),
         ({"tree": ((0, 0, 0, 0, 1),)}, r"tree = \[\[0, 0, 0, 0, 1\]\]: .* one to num_draft_tokens = 4"),
         ({"tree": ((1,), ())}, r"tree = \[\[\]\]: a path has ranks from 0"),
