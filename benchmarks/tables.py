@@ -16,6 +16,11 @@ from benchmarks.peers import tables as peers
 
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/benchmarks-tables.md")
+# Every way to draft.
+_DRAFTERS = (
+    "drafters --draft-model models/millrace-nano-draft --head models/millrace-nano-eagle3 "
+    "--medusa models/millrace-nano-medusa"
+)
 # How the names of records begin, and what prints them; the longest beginning counts.
 COMMANDS = {
     "adapters_beside_vllm": "peers.adapters",
@@ -46,10 +51,11 @@ COMMANDS = {
     "memory": "peers.memory",
     "neighbour": "neighbour",
     "on_vllm": "peers.on_vllm",
-    "drafters": "drafters --draft-model models/millrace-nano-draft "
-    "--head models/millrace-nano-eagle3 --rounds 3",
-    "drafters_always": "drafters --draft-model models/millrace-nano-draft "
-    "--head models/millrace-nano-eagle3 --rounds 3 --streams 1 8 --always",
+    "drafters": f"{_DRAFTERS} --rounds 3",
+    "drafters_always": f"{_DRAFTERS} --rounds 3 --streams 1 8 --always "
+    "--tree '[[1,1,0],[2,0],[0,1,0],[0,0,1]]'",
+    "drafters_smollm2": "drafters --model smollm2-135m --streams 1 --answers 12 --rounds 3",
+    "drafters_tasks": f"{_DRAFTERS} --rounds 3 --streams 1 --answers 24 --tasks extraction tools chat story",
     "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",

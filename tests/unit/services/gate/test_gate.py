@@ -29,7 +29,8 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with ExitStack() as servers:
 
         def compare(baseline: ToyServer, candidate: ToyServer, suite: str = ALL, *more: str) -> Any:
-            for each in (baseline, candidate):
+            for number, each in enumerate((baseline, candidate)):
+                each.number = number
                 if not each.url:
                     servers.enter_context(serving(each))
             (tmp_path / "suite.toml").write_text(suite)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class ToyServer:
     keeps_seeds: bool = True
     splits_otherwise: bool = False
     has_echo: bool = True
+    # Two servers have different errors.
+    number: int = 0
     # From so many requests on it hangs up.
     dies_after: int = 10**9
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -152,8 +155,10 @@ class ToyServer:
         if path == "/v1/models":
             return 200, {"data": [{"id": "toy", "max_model_len": 1024}]}
         with self._lock:
+            # Errors are those of what is asked, and not of the order in which it comes.
+            again = self.asked.count(body)
             self.asked.append(body)
-            run = len(self.asked)
+        run = zlib.crc32(json.dumps([body, again, self.number], sort_keys=True).encode())
         if path == "/tokenize":
             extra = [1] if self.splits_otherwise else []
             return 200, {"tokens": [*ids_of(body["prompt"]), *extra]}
