@@ -85,8 +85,18 @@ def _preemption(stack: Compose) -> None:
     options = {"n": num_each, "temperature": 1.0}
     with ThreadPoolExecutor(2 * num_requests) as pool:
         lower = options | {"service_tier": "flex"}
-        mine = [pool.submit(_complete, stack, 8, 400, **lower) for _ in range(num_requests)]
-        wait_until(lambda: _num_running(stack) == NUM_PLACES, "places are left")
+        are_full = Event()
+
+        def hold() -> None:
+            # However long it takes to see that no place is left, none is until then.
+            while not are_full.is_set():
+                _complete(stack, 8, 400, **lower)
+
+        mine = [pool.submit(hold) for _ in range(num_requests)]
+        try:
+            wait_until(lambda: _num_running(stack) == NUM_PLACES, "places are left")
+        finally:
+            are_full.set()
         higher = options | {"service_tier": "priority"}
         others = [pool.submit(_complete, stack, 8, 60, **higher) for _ in range(num_requests)]
         for each in (*mine, *others):
