@@ -25,6 +25,7 @@ _DRAFTERS = (
 COMMANDS = {
     "adapters_beside_vllm": "peers.adapters",
     "chaos_bundled": "chaos --bundled",
+    "chaos_ranks": "chaos --ranks 2",
     "chaos_simulated": "chaos",
     "chaos_stop_20s": "chaos --stop --stop-seconds 20",
     "chaos_stop_20s_continued": "chaos --stop --bundled --clients-continue --stop-seconds 20",
@@ -50,6 +51,7 @@ COMMANDS = {
     "maskbench": "maskbench",
     "memory": "peers.memory",
     "neighbour": "neighbour",
+    "neighbour_thinking": 'neighbour --attack "64 votes of eight samples" "64 searches of eight steps"',
     "on_vllm": "peers.on_vllm",
     "drafters": f"{_DRAFTERS} --rounds 3",
     "drafters_always": f"{_DRAFTERS} --rounds 3 --streams 1 8 --always "

@@ -180,6 +180,24 @@ BODIES: Mapping[str, Body] = {
     "n = 128 with its tokens' log-probabilities": lambda target: chat_body(
         target, json_fields(n=128, max_completion_tokens=1000, logprobs=True, ignore_eos=True)
     ),
+    "64 votes of eight samples": lambda target: chat_body(
+        target,
+        json_fields(
+            max_tokens=48,
+            temperature=1.0,
+            test_time={"strategy": "self_consistency", "samples": 8, "budget_tokens": 400},
+        ),
+        b'[{"role":"user","content":"What is 27 + 45?"}]',
+    ),
+    "64 searches of eight steps": lambda target: chat_body(
+        target,
+        json_fields(
+            max_tokens=48,
+            temperature=1.0,
+            test_time={"strategy": "search", "samples": 8, "budget_tokens": 400, "delimiter": " "},
+        ),
+        b'[{"role":"user","content":"What is 27 + 45?"}]',
+    ),
     "prompts as long as the context": lambda target: _completion(
         target, b"[" + b",".join(b"%d" % random.randrange(10, 2000) for _ in range(4000)) + b"]"
     ),
@@ -188,5 +206,7 @@ WIDTHS = {
     "60 texts of 4 MB": 60,
     "60 texts of 300 KB": 60,
     "best_of = 128 x 16 prompts": 8,
+    "64 votes of eight samples": 64,
+    "64 searches of eight steps": 64,
     "prompts as long as the context": 32,
 }

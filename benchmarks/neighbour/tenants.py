@@ -6,7 +6,7 @@ import hashlib
 
 KEYS = {"neighbour": "mr-neighbour", "attacker": "mr-attacker"}
 REFUSED_KEY = "mr-refused"
-CONFIG = "".join(
+CONFIG = "[tiers.standard.test_time]\n" + "".join(
     f"""
 [tenants.{tenant}]
 {limit}
