@@ -172,7 +172,7 @@ def test_nothing_of_a_call_that_is_cut_is_text(name: str) -> None:
     form = REASONING.get(FAMILIES[name].reasoning)
     openings = (*marks(name), *UNMARKED, "to=f", form.open if form else "")
     begins = tuple(mark[:end] for mark in openings for end in range(1, len(mark)))
-    named = 0
+    named = False
     for text, _, _ in itertools.islice(corpus(name), 0, None, 3):
         content, _, calls = read(name, [text])
         for at in range(len(text)):
@@ -188,7 +188,7 @@ def test_nothing_of_a_call_that_is_cut_is_text(name: str) -> None:
                 assert cut[1] == whole[1], (text, at)
                 assert whole[2].startswith(cut[2]), (text, at)
             assert len(part[2]) <= len(calls)
-            named += len(part[2]) > len(read(name, [text[:at]])[2])
+            named = named or len(part[2]) > len(read(name, [text[:at]])[2])
     # What has its name is there before it has arguments; where names are told early, they are told anyhow.
     assert named or name in TOLD_EARLY
 

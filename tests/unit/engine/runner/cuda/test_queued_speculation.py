@@ -242,7 +242,7 @@ def test_budgets_of_thoughts_hold_while_steps_are_queued() -> None:
             prompt_token_ids=tuple(prompt_of(9, 2000, seed=number) * 3 + [214]),
             thinking=tags if number % 4 else None,
             sampling=SamplingParams(
-                max_tokens=60,
+                max_tokens=42,
                 temperature=0.5 * (number % 3),
                 seed=number,
                 logit_bias={15: -100.0},
@@ -255,7 +255,7 @@ def test_budgets_of_thoughts_hold_while_steps_are_queued() -> None:
     plain.run(requests)
     expected = [plain.tokens(request.request_id) for request in requests]
     for request, tokens in zip(requests, expected, strict=True):
-        assert len(tokens) == 60
+        assert len(tokens) == 42
         if (budget := request.sampling.max_thinking_tokens) is not None:
             assert budget - 1 <= tokens.index(15) + 1 <= budget
             assert tokens[tokens.index(15) + 1] == 418
