@@ -28,7 +28,7 @@ from gateway.pipeline.sharers import OwnRequest, OwnWork
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from gateway.types.request import Caller, GenerationRequest
-from observability.emit import genai, hand_overs, names
+from observability.emit import genai, hand_overs, names, retention
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import length_bucket
 from observability.emit.tracing import Telemetry
@@ -264,6 +264,8 @@ class Books:
         request, usage, info = end.call.request, end.usage, end.attempt.info
         of = {"model": info.model, "revision": info.revision, "tier": end.call.tier.name}
         observe(names.E2E, end.duration_s, span=NO_EXEMPLAR, **of, face=request.face)
+        if usage.kv_lost is not None:
+            observe(retention.KV_LOST, usage.kv_lost, span=NO_EXEMPLAR, **of)
         of |= _slices(end)
         if end.tpot_s is not None:
             bucket = length_bucket(usage.billed_tokens)

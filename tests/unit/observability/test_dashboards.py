@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from observability.emit import names
+from observability.emit import names, retention
 from observability.emit.names import Metric
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "observability/grafana"
 ALERTS = ROOT / "observability/prometheus/alerts.yml"
 _SUFFIXES = ("", "_bucket", "_sum", "_count")
+# With those that are declared in files of their own.
+METRICS = {**names.METRICS, retention.KV_LOST.name: retention.KV_LOST}
 # Labels that Prometheus adds.
 _SCRAPE_LABELS = {"instance", "job", "le"}
 
@@ -46,7 +48,7 @@ def _metrics(expression: str) -> list[tuple[str, str]]:
 
 def _declared(name: str) -> Metric:
     for suffix in _SUFFIXES:
-        metric = names.METRICS.get(name.removesuffix(suffix) if suffix else name)
+        metric = METRICS.get(name.removesuffix(suffix) if suffix else name)
         if metric is not None and (not suffix or metric.kind == "histogram") == (
             bool(suffix) or metric.kind != "histogram"
         ):

@@ -12,9 +12,11 @@ from millrace.inference.v1 import inference_pb2
 from contract.proto.engine import retention
 from contract.retention import Retention
 from gateway.settings import load_settings
+from observability.emit.retention import KV_LOST
 from runtime.context import CONTEXT_HEADER
 from runtime.errors import ConfigError
 from tests.unit.gateway.http.test_cache_salt import BODIES
+from tests.unit.gateway.pipeline.test_slices import told, value
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
@@ -55,6 +57,10 @@ async def test_who_asks_for_a_bound_is_told_what_was_lost(path: str) -> None:
             said.append((await stack.http.post(path, json=body)).json()["usage"].get("kv"))
         assert said == [None, {"lost": 0.125}, {"lost": 0.125}]
         assert [each and each.max_lost for each in asked(stack)] == [None, 1.0, 0.5]
+        await told(stack)
+        labels = {"model": "tiny", "tier": "standard", "revision": ""}
+        assert value(stack, KV_LOST, "_count", **labels) == 2
+        assert value(stack, KV_LOST, "_sum", **labels) == 0.25
 
 
 async def test_grpc_has_it_too() -> None:
