@@ -51,7 +51,7 @@ from services.supervisor.config import BUNDLED_MODEL
 
 OFF = "off"
 _NOTHING_LOADED = ("ngram", "suffix", "lookahead")
-_HEADS = ("eagle3", "medusa")
+_HEADS = ("eagle3", "medusa", "mtp")
 _MOST_PROMPT_TOKENS = 512
 _ANY = "any"
 _CACHE_BYTES = 256 << 20
@@ -92,6 +92,7 @@ def methods_of(arguments: argparse.Namespace) -> dict[str, SpeculationConfig]:
     num_drafts = arguments.drafts
     found = {OFF: SpeculationConfig()}
     folders = {"draft_model": arguments.draft_model, "eagle3": arguments.head, "medusa": arguments.medusa}
+    folders["mtp"] = arguments.mtp
     for name, folder in (*dict.fromkeys(_NOTHING_LOADED, "").items(), *folders.items()):
         if folder or name in _NOTHING_LOADED:
             values = {"method": name, "draft_model": folder, "num_draft_tokens": num_drafts}
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--draft-model", default="", help="folder of a draft model of the same vocabulary")
     parser.add_argument("--head", default="", help="folder of a head of EAGLE-3")
     parser.add_argument("--medusa", default="", help="folder of heads of Medusa")
+    parser.add_argument("--mtp", default="", help="folder of a layer that predicts further tokens")
     parser.add_argument("--tree", type=json.loads, default=[], help="of heads, as in engine.speculation.tree")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=5, help="that are counted")

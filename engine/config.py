@@ -124,10 +124,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
     # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself;
     # medusa has a head for each draft, all over the last hidden state; mtp runs the layer that predicts
-    # further tokens, where the model's own checkpoint has one. lookahead has the model guess many tokens
-    # ahead of each text at once, and verifies n-grams that come of it.
+    # further tokens, of the model's own checkpoint or trained for it. lookahead has the model guess many
+    # tokens ahead of each text at once, and verifies n-grams that come of it.
     method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "medusa", "mtp", "lookahead"] = "off"
-    # Directory of the draft model, of the same vocabulary; of the heads where the method is eagle3 or medusa.
+    # Directory of the draft model, of the same vocabulary; of the heads where the method is eagle3 or medusa,
+    # or of the layer where it is mtp. Empty with mtp: the layer lies in the model's own checkpoint.
     draft_model: str = ""
     num_draft_tokens: int = 4
     # Tokens that eagle3 and mtp look back on, of those that were computed since the sequence came in.

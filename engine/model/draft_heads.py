@@ -35,13 +35,18 @@ def why_no_head(target: ModelSpec, *, is_own: bool = False) -> str:
     return ""
 
 
+def is_own_layer(head: ModelSpec) -> bool:
+    """Whether what drafts is a layer of the model's own checkpoint."""
+    return isinstance(head.draft_head, PredictionSpec) and head.draft_head.is_own
+
+
 def draft_config(config: EngineConfig, draft: ModelSpec) -> EngineConfig:
     """By what the weights of what drafts are read: as they are stored, since they are few; but a layer of the
     model's own checkpoint, which may have all its experts, as the model, only that no run finds ranges of its
     inputs.
     """
     replace = msgspec.structs.replace
-    if isinstance(draft.draft_head, PredictionSpec):
+    if is_own_layer(draft):
         return replace(config, quantization=replace(config.quantization, smoothing="off"))
     return replace(config, quantize="off")
 
@@ -54,7 +59,7 @@ def check_target(head: ModelSpec, target: ModelSpec, config: EngineConfig, devic
             f"{method}: hidden states are captured on CPUs alone, and the steps of {device} are recorded "
             "without them; set it to ngram, suffix or draft_model, or engine.device to cpu"
         )
-    if because := why_no_head(target, is_own=isinstance(head.draft_head, PredictionSpec)):
+    if because := why_no_head(target, is_own=is_own_layer(head)):
         raise ConfigError(f"{method}: {target.architecture} {because}; set it to off")
     spec, given = head.draft_head, f"{KEY} = {config.speculation.draft_model!r}"
     assert spec is not None, "read as a head"

@@ -77,8 +77,8 @@ class MedusaSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer of a model's own checkpoint that predicts the token behind the next one (MTP: DeepSeek-V3,
-    arXiv 2412.19437): of the model, how its tensors are found; of the head that it is read as, what it is.
+    """A layer that predicts the token behind the next one (MTP: DeepSeek-V3, arXiv 2412.19437): of a model
+    that has one, how its tensors are found; of the head that it is read as, what it is.
     """
 
     # Hidden size of the model.
@@ -88,10 +88,25 @@ class PredictionSpec(msgspec.Struct, frozen=True, kw_only=True):
     renamed: tuple[tuple[str, str], ...]
     # Whether the product takes the hidden state first, and then the embedding.
     hidden_first: bool = False
+    # Whether it lies in the model's own checkpoint, and not in one of its own.
+    is_own: bool = True
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """As of DraftHeadSpec: what the last layer leaves."""
         return (num_layers,)
+
+
+def prediction_names(own: str) -> tuple[tuple[str, str], ...]:
+    """What becomes of the names that such a layer's tensors have in MiMo and in the `speculators` format;
+    `own` is the pattern of their beginning.
+    """
+    return (
+        (rf"^{own}token_layernorm\.", "model.enorm."),
+        (rf"^{own}hidden_layernorm\.", "model.hnorm."),
+        (rf"^{own}input_proj\.", "model.eh_proj."),
+        (rf"^{own}final_layernorm\.", "model.norm."),
+        (rf"^{own}", "model.layers.0."),
+    )
 
 
 # What a layer reads of a token is the sum of two numbers of the same spread.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from engine.model.eagle3_native import NativeDraftHead
 from engine.model.medusa_native import final_norm
 from engine.model.native_decoder import NativeDecoder
@@ -21,8 +23,9 @@ class NativePredictor(NativeDraftHead):
     """See NativeDraftHead."""
 
     def __init__(self, model: ModelRecord, target: NativeDecoder, *, max_tokens: int, max_rows: int) -> None:
-        """`target` is the model whose layer it is, and whose embedding and head are shared."""
+        """`target` is the model that it drafts for, whose embedding and head are shared."""
         model.head = target.record.head
+        model.spec = msgspec.structs.replace(model.spec, vocab_size=target.spec.vocab_size)
         super().__init__(
             model,
             target.library,

@@ -40,7 +40,7 @@ from engine.model.families import read_spec
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
-from engine.model.mtp import MTP, check_predictor, read_predictor_spec
+from engine.model.mtp import MTP, check_predictor, read_predictor_spec, read_trained_predictor
 from engine.model.rank_checks import check_ranks
 from engine.model.shards import WHOLE, Shard
 from engine.model.spec import ModelSpec, TensorHeader
@@ -76,7 +76,11 @@ ATTENTION_CHUNK_TOKENS = 256
 # Attention walks over histories in pieces that begin at multiples of this.
 LARGEST_BLOCK = 64
 # Methods of speculation by heads: what reads them, and what refuses those that do not go with a model.
-_HEADS = {"eagle3": (read_head_spec, check_head), "medusa": (read_medusa_spec, check_medusa)}
+_HEADS = {
+    "eagle3": (read_head_spec, check_head),
+    "medusa": (read_medusa_spec, check_medusa),
+    MTP: (read_trained_predictor, check_predictor),
+}
 
 
 class DraftInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -497,7 +501,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         check_lookahead(spec, config, device)
     if config.speculation.tree:
         check_tree(spec, config, device)
-    if method == MTP:
+    if method == MTP and not config.speculation.draft_model:
         draft = _prediction_input(config, spec, device, folder)
     elif method in ("draft_model", *_HEADS):
         draft = _draft_input(config, spec, device)
@@ -563,9 +567,9 @@ def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInp
 
 def _prediction_input(config: EngineConfig, spec: ModelSpec, device: str, folder: Path) -> DraftInput:
     """The layer of the model's own checkpoint that predicts further tokens."""
-    head = read_predictor_spec(spec, folder)
+    head = read_predictor_spec(spec)
     headers = _headers(head, folder)
-    check_predictor(head, headers, spec, config, device, folder)
+    check_predictor(head, headers, spec, config, device)
     return _counted(config, head, headers, device, folder)
 
 

@@ -415,8 +415,8 @@ class WeightReader:
 
 def _read_apart(stored: Iterable[str], request: LoadRequest) -> set[str]:
     """Names of tensors that belong to the layer that drafts, or, if that is what is read, to its model."""
-    own = request.spec.prediction
-    if own is None or request.config.speculation.method != MTP:
+    own, speculation = request.spec.prediction, request.config.speculation
+    if own is None or speculation.method != MTP or speculation.draft_model:
         return set(stored) if isinstance(request.spec.draft_head, PredictionSpec) else set()
     return {name for name in stored if re.match(own.own, name)}
 

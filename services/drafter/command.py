@@ -51,16 +51,27 @@ class DrafterOptions:
 def train_drafter(options: DrafterOptions, course: CourseOptions) -> None:
     """Train a head that drafts for a model, with the model's own hidden states.
 
-    The folder goes into engine.speculation.draft_model, beside the method; vLLM loads it, too.
+    The folder goes into engine.speculation.draft_model, beside the method; vLLM loads those of eagle3 and
+    medusa, too.
     Interrupted, the same command goes on.
     """
     with judging(_notes):
         _train(options, course)
 
 
-def _train(options: DrafterOptions, course: CourseOptions) -> None:
+def _check(options: DrafterOptions, course: CourseOptions) -> None:
+    """Raises ConfigError for what need not be read before it is refused."""
     if (options.out / "config.json").exists():
         raise ConfigError(f"--out {options.out}: there is a head already; name another folder")
+    if course.draft_vocab and options.method is DrafterMethod.MTP:
+        raise ConfigError(
+            f"--draft-vocab {course.draft_vocab}: with --method {options.method} the model's own head draws, "
+            "and all its ids; leave it out, or set --method to eagle3 or medusa"
+        )
+
+
+def _train(options: DrafterOptions, course: CourseOptions) -> None:
+    _check(options, course)
     named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
     model = find(str(checkpoint.resolve(named)))
     # It brings torch, which other commands do without.

@@ -20,6 +20,7 @@ from runtime.errors import ConfigError
 from services.drafter.head import TrainedHead, eagle_head, kept_ids, write_head
 from services.drafter.lessons import Lesson, batches, digest
 from services.drafter.medusa import TrainedMedusa
+from services.drafter.mtp import TrainedPredictor
 from services.drafter.options import CourseOptions, DrafterMethod
 from services.drafter.target import DraftedModel
 
@@ -34,6 +35,7 @@ _FADING = 0.98
 _MAKERS: dict[DrafterMethod, Callable[[DraftedModel, str, Tensor, int], TrainedHead]] = {
     DrafterMethod.EAGLE3: eagle_head,
     DrafterMethod.MEDUSA: TrainedMedusa,
+    DrafterMethod.MTP: TrainedPredictor,
 }
 
 

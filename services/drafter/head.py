@@ -44,23 +44,26 @@ class HeadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadShape, inputs: int, *, has_norms: bool) -> None:
         super().__init__()
-        inputs, keys = 2 * shape.hidden_size, shape.num_kv_heads * shape.head_dim
+        keys = shape.num_kv_heads * shape.head_dim
         self.shape = shape
         self.q_proj = nn.Linear(inputs, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, keys, bias=False)
         self.v_proj = nn.Linear(inputs, keys, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.head_dim, eps=EPS) if has_norms else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [B, T, 2 E] -> [B, T, E], `offset` tokens on; `earlier` are keys and values of the rounds before,
-        to which this one's are added.
+        """x [B, T, inputs] -> [B, T, E], `offset` tokens on; `earlier` are keys and values of the rounds
+        before, to which this one's are added.
         """
         q, k, v = (
             each(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for each in self._inward()
         )
-        q, k = self._turned(q, offset), self._turned(k, offset)
+        q, k = self._turned(self.q_norm(q), offset), self._turned(self.k_norm(k), offset)
         groups = self.shape.num_heads // self.shape.num_kv_heads
         earlier.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
         scale, (first_keys, first_values), later = self.shape.head_dim**-0.5, earlier[0], earlier[1:]
@@ -100,24 +103,59 @@ class _FeedForward(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+class DraftingLayer(nn.Module):
+    """A decoder layer, whose attention reads so many inputs; heads say what they are, and what the stream
+    begins with.
+    """
+
+    def __init__(self, shape: HeadShape, inputs: int, *, has_norms: bool = False) -> None:
+        """`has_norms`: of each head's queries and keys."""
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=EPS)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=EPS)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=EPS)
-        self.self_attn = _Attention(shape)
+        self.self_attn = _Attention(shape, inputs, has_norms=has_norms)
         self.mlp = _FeedForward(shape)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Embeddings and hidden states [B, T, E] -> hidden states [B, T, E]."""
-        stream = self.hidden_norm(hidden)
-        x = torch.cat((self.input_layernorm(tokens), stream), -1)
+        raise NotImplementedError
+
+    def advance(self, stream: Tensor, x: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The stream [B, T, E] and what attention reads [B, T, inputs] -> the stream."""
         stream = stream + self.self_attn(x, offset, earlier)
         out: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return out
+
+
+class _EagleLayer(DraftingLayer):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape, 2 * shape.hidden_size)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=EPS)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, offset: int, earlier: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """See DraftingLayer."""
+        stream = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(tokens), stream), -1)
+        return self.advance(stream, x, offset, earlier)
+
+
+def drafted(
+    layer: nn.Module, embedding: Tensor, hidden: Tensor, ids: Tensor, num_rounds: int
+) -> list[Tensor]:
+    """Hidden states [B, T, E] of each draft (see TrainedHead) by a layer that begins with some, and goes on
+    with its own. The embedding is [rows, E].
+    """
+    found: list[Tensor] = []
+    earlier: list[tuple[Tensor, Tensor]] = []
+    for number in range(num_rounds):
+        following = nn.functional.pad(ids[:, 1 + number :], (0, 1 + number))
+        hidden = layer(embedding[following], hidden, number, earlier)
+        found.append(hidden)
+    return found
 
 
 class TrainedHead(nn.Module):
@@ -157,7 +195,7 @@ class Head(TrainedHead):
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self.fc = nn.Linear(len(shape.layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Layer(shape)])
+        self.layers = nn.ModuleList([_EagleLayer(shape)])
         self.norm = nn.RMSNorm(shape.hidden_size, eps=EPS)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         for module in self.modules():
@@ -172,13 +210,7 @@ class Head(TrainedHead):
     def rounds(self, states: Tensor, ids: Tensor, num_rounds: int) -> list[Tensor]:
         """See TrainedHead; states [B, T, 3 E]."""
         assert isinstance(self.embedding, Tensor), "a buffer"
-        hidden, found = self.fc(states), []
-        earlier: list[tuple[Tensor, Tensor]] = []
-        for number in range(num_rounds):
-            following = nn.functional.pad(ids[:, 1 + number :], (0, 1 + number))
-            hidden = self.layers[0](self.embedding[following], hidden, number, earlier)
-            found.append(hidden)
-        return found
+        return drafted(self.layers[0], self.embedding, self.fc(states), ids, num_rounds)
 
     def logits(self, hidden: Tensor, number: int) -> Tensor:
         """See TrainedHead; all rounds have the same."""
@@ -193,14 +225,26 @@ class Head(TrainedHead):
 
     def config(self) -> dict[str, Any]:
         """See TrainedHead."""
-        return _config(self.shape)
+        form = speculators_form(self.shape, "eagle3", "Eagle3Speculator", model_type="llama", num_layers=1)
+        return form | {
+            "draft_vocab_size": self.shape.draft_vocab_size,
+            "target_hidden_size": self.shape.hidden_size,
+            "norm_before_residual": True,
+            "eagle_aux_hidden_state_layer_ids": list(self.shape.layers),
+        }
 
 
 def eagle_head(target: DraftedModel, model: str, kept: Tensor, num_rounds: int) -> Head:
-    """A head of the sizes of its target's layers, which draws some ids; further rounds need nothing more."""
+    """A head which draws some ids; further rounds need nothing more."""
+    shape = shape_for(target, model, kept.numel())
+    return Head(shape, target.embedding(), kept, tied=target.spec.tied_embeddings)
+
+
+def shape_for(target: DraftedModel, model: str, num_drawn: int) -> HeadShape:
+    """The sizes of the target's layers, for a head that draws so many ids."""
     spec = target.spec
     heads = spec.num_heads if spec.latent is None else max(1, spec.hidden_size // 64)
-    shape = HeadShape(
+    return HeadShape(
         target=model,
         architecture=spec.architecture,
         layers=target.layers,
@@ -210,11 +254,10 @@ def eagle_head(target: DraftedModel, model: str, kept: Tensor, num_rounds: int) 
         num_kv_heads=spec.num_kv_heads if spec.latent is None else heads,
         head_dim=spec.head_dim if spec.latent is None else 64,
         vocab_size=spec.num_embeddings,
-        draft_vocab_size=kept.numel(),
+        draft_vocab_size=num_drawn,
         rope_theta=spec.ropes[0].theta,
         max_positions=spec.max_positions,
     )
-    return Head(shape, target.embedding(), kept, tied=spec.tied_embeddings)
 
 
 def write_head(head: TrainedHead, folder: Path) -> None:
@@ -227,21 +270,20 @@ def write_head(head: TrainedHead, folder: Path) -> None:
     unfinished.replace(folder / "config.json")
 
 
-def _config(shape: HeadShape) -> dict[str, Any]:
+def speculators_form(
+    shape: HeadShape, algorithm: str, architecture: str, *, model_type: str, num_layers: int
+) -> dict[str, Any]:
+    """What configurations of the `speculators` format have in common; `model_type` is that of the layer."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": 4}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
         "speculators_version": "0.3.0",
-        "draft_vocab_size": shape.draft_vocab_size,
-        "target_hidden_size": shape.hidden_size,
-        "norm_before_residual": True,
-        "eagle_aux_hidden_state_layer_ids": list(shape.layers),
         "transformer_layer_config": {
-            "model_type": "llama",
+            "model_type": model_type,
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": num_layers,
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
@@ -255,7 +297,7 @@ def _config(shape: HeadShape) -> dict[str, Any]:
             "torch_dtype": "bfloat16",
         },
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": shape.target, "architectures": [shape.architecture]},

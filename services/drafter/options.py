@@ -14,6 +14,7 @@ class DrafterMethod(StrEnum):
 
     EAGLE3 = "eagle3"
     MEDUSA = "medusa"
+    MTP = "mtp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class CourseOptions:
     ] = 4
     max_tokens: Annotated[int, typer.Option(min=3, max=131_072, help="Longer lines are left out.")] = 512
     draft_vocab: Annotated[
-        int, typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 draws all.")
+        int,
+        typer.Option(min=0, help="Draw only so many ids, the answers' most frequent; 0 (and mtp) draws all."),
     ] = 0
     seed: Annotated[int, typer.Option(min=0, help="Of the head's first weights.")] = 0

@@ -26,10 +26,12 @@ from engine.model.loader import load_here
 from engine.model.medusa_native import final_norm
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, plan_input
+from engine.model.program_builder import ProgramBuilder
 from engine.model.spec import ModelSpec
 from engine.runner.kv_storage import KvStorage
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
+from kernels.native.library import Program, StepStruct
 from kernels.selection import torch_kernels
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
@@ -78,6 +80,22 @@ class DraftedModel:
         found = torch.from_numpy(np.array(table))
         return (found.view(torch.bfloat16) if kind == "bfloat16" else found).float()
 
+    def head(self) -> tuple[Tensor, Tensor]:
+        """What makes its logits of normed states, in float32: weight [V, E] and bias [V]. Both are asked of
+        the product itself, by each unit vector and by zero, since its weight is packed.
+        """
+        model, size, step = self.model, self.spec.hidden_size, StepStruct()
+        linear = model.record.head
+        assert linear is not None, "it generates"
+        builder = ProgramBuilder(model.record, model.library, step, size + 1, model.num_threads)
+        logits = builder.buffer("logits", self.spec.vocab_size)
+        builder.stream[:] = np.eye(size + 1, size)
+        builder.product(linear, builder.stream, logits, False)
+        step.num_tokens = size + 1
+        Program(model.library, builder.ops).run(model.pool)
+        rows = torch.from_numpy(logits)
+        return (rows[:size] - rows[size]).T.contiguous(), rows[size].clone()
+
     def read(self, lessons: Sequence[Sequence[int]], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Hidden states [T, 3 E] of lessons one after another, or [T, E] as the target's head reads them, and
         logits [R, V] behind some tokens.
@@ -103,7 +121,7 @@ class DraftedModel:
         states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
         logits = torch.from_numpy(self.model.logits_of(hidden, rows).copy())
         found = torch.from_numpy(states)
-        return self._normed(found) if self.method is DrafterMethod.MEDUSA else found, logits
+        return found if self.method is DrafterMethod.EAGLE3 else self._normed(found), logits
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """The final norm of hidden [T, E]."""
@@ -140,5 +158,6 @@ def _around(count: int) -> tuple[int, ...]:
 _LAYERS: dict[DrafterMethod, Callable[[int], tuple[int, ...]]] = {
     DrafterMethod.EAGLE3: _around,
     DrafterMethod.MEDUSA: lambda count: (count,),
+    DrafterMethod.MTP: lambda count: (count,),
 }
 """The layers of so many whose inputs a head reads; beyond the last one is what that leaves."""

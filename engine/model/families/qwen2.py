@@ -8,7 +8,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, windows_of
-from engine.model.layer_spec import PredictionSpec
+from engine.model.layer_spec import PredictionSpec, prediction_names
 from engine.model.spec import ExpertSpec, ModelSpec, TensorNames
 
 _NAMES = TensorNames(renamed=((r"\.mlp\.shared_expert(?=\.|_gate\.)", ".mlp.shared_experts"),))
@@ -30,13 +30,7 @@ def read_mimo(config: ConfigReader) -> ModelSpec:
         prediction=PredictionSpec(
             target_size=config.count("hidden_size"),
             own=own,
-            renamed=(
-                (rf"^{own}token_layernorm\.", "model.enorm."),
-                (rf"^{own}hidden_layernorm\.", "model.hnorm."),
-                (rf"^{own}input_proj\.", "model.eh_proj."),
-                (rf"^{own}final_layernorm\.", "model.norm."),
-                (rf"^{own}", "model.layers.0."),
-            ),
+            renamed=prediction_names(own),
             hidden_first=True,
         ),
     )

@@ -141,21 +141,22 @@ def test_a_course_of_other_lessons_is_not_taken_up(
 
 
 @pytest.mark.parametrize(
-    ("method", "wrote"),
+    ("method", "num_drawn", "wrote"),
     [
-        ("eagle3", {"speculators_model_type": "eagle3", "draft_vocab_size": 300}),
-        ("medusa", {"model_type": "medusa", "vocab_size": 2048, "truncated_vocab_size": 300}),
+        ("eagle3", 300, {"speculators_model_type": "eagle3", "draft_vocab_size": 300}),
+        ("medusa", 300, {"model_type": "medusa", "vocab_size": 2048, "truncated_vocab_size": 300}),
+        ("mtp", 0, {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}),
     ],
 )
 def test_the_command_trains_and_says_what_it_wrote(
-    method: str, wrote: dict[str, Any], tmp_path: Path
+    method: str, num_drawn: int, wrote: dict[str, Any], tmp_path: Path
 ) -> None:
     data, out = tmp_path / "lines.jsonl", tmp_path / "head"
     data.write_text(
         "".join(json.dumps({"text": f"The number {number} is here."}) + "\n" for number in range(9))
     )
     arguments = ["train-drafter", "bundled", "--data", str(data), "--out", str(out), "--steps", "2"]
-    arguments += ["--method", method, "--draft-vocab", "300"]
+    arguments += ["--method", method, "--draft-vocab", str(num_drawn)]
     done = CliRunner().invoke(app, [*arguments, "--rows", "2", "--threads", "1"])
     assert done.exit_code == 0, done.output
     assert f"{out}: " in done.output
@@ -164,6 +165,15 @@ def test_the_command_trains_and_says_what_it_wrote(
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
     assert "there is a head already; name another folder" in again.output
+
+
+def test_a_head_that_draws_as_its_model_draws_all_ids(tmp_path: Path) -> None:
+    arguments = ["train-drafter", "bundled", "--data", "x", "--out", str(tmp_path), "--method", "mtp"]
+    refused = CliRunner().invoke(app, [*arguments, "--draft-vocab", "300"])
+    assert refused.exit_code == 2
+    assert "--draft-vocab 300: with --method mtp the model's own head draws" in " ".join(
+        refused.output.split()
+    )
 
 
 def test_no_head_is_trained_for_a_model_that_could_not_use_it(tmp_path: Path) -> None:

@@ -53,10 +53,9 @@ GRAMMAR = guided_by(
 
 
 def speculating(head: Path, **changes: Any) -> SpeculationConfig:
-    """Drafts by a head of either kind whether they pay or not."""
-    is_eagle = "speculators_model_type" in json.loads((head / "config.json").read_text())
-    values = {"draft_model": str(head), "min_acceptance": 0.0} | changes
-    return SpeculationConfig(method="eagle3" if is_eagle else "medusa", **values)
+    """Drafts by a head of any kind whether they pay or not."""
+    method = json.loads((head / "config.json").read_text()).get("speculators_model_type", "medusa")
+    return SpeculationConfig(**{"method": method, "draft_model": str(head), "min_acceptance": 0.0} | changes)
 
 
 def poison_head(runner: ModelRunner) -> None:

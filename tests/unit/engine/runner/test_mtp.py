@@ -1,5 +1,6 @@
-"""Layers of a checkpoint that predict further tokens: what they compute, in which forms they come, how often
-they are right, and what has none. (That no output changes by their drafts is in test_head_combinations, too.)
+"""Layers that predict further tokens, of a checkpoint and trained for one: what they compute, in which forms
+they come, how often they are right, and what has none. (That no output changes by their drafts is in
+test_head_combinations, too.)
 """
 
 from __future__ import annotations
@@ -18,15 +19,30 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, SpeculationConfig
 from engine.model.eagle3 import HeadRooms
+from engine.model.mtp import MTP, read_trained_predictor
 from engine.model.plan import kv_bytes_per_token, make_plan, plan_input, weights_bytes
 from engine.runner.speculation.head import HeadDrafter
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
+from services.drafter.head import write_head
+from services.drafter.lessons import Lesson
+from services.drafter.mtp import TrainedPredictor
+from services.drafter.options import DrafterMethod
+from services.drafter.target import DraftedModel
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.model.test_families import CASES
-from tests.unit.engine.runner.drafting import BUNDLED, HEAD_DIM, SAMPLINGS, poison_head, totals
-from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.drafting import (
+    BUNDLED,
+    HEAD_DIM,
+    SAMPLINGS,
+    TREE,
+    learned_by_heart,
+    poison_head,
+    speculating,
+    totals,
+)
+from tests.unit.engine.runner.driver import Driver, Job, generated, open_runner, prompt_of
 from tests.unit.engine.runner.predicting import make_predicting, predicting_speculation
 from tests.unit.engine.runner.test_heads import one_text
 from tests.unit.engine.runner.test_hybrid_drafts import VOCABULARY, grown, scarce, serve
@@ -156,18 +172,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "words"),
     [
         ({"native": "off"}, "method = 'mtp': hidden states are captured by the native kernels"),
-        (
-            {"speculation": {"draft_model": "x"}},
-            "draft_model = 'x': the layer that drafts by method 'mtp' is",
-        ),
+        ({"speculation": predicting_speculation(draft_model="x")}, "speculation.draft_model.*x"),
     ],
 )
 def test_what_a_layer_does_not_go_with_is_refused_by_name(
     options: dict[str, Any], words: str, folder: Path
 ) -> None:
-    speculation = predicting_speculation(**options.pop("speculation", {}))
     with pytest.raises(ConfigError, match=words):
-        open_runner(folder, speculation=speculation, **options)
+        open_runner(folder, **{"speculation": predicting_speculation()} | options)
 
 
 @pytest.mark.parametrize("case", [("llama", {}), FORMS["deepseek-v3"], FORMS["qwen3.5"]])
@@ -177,7 +189,10 @@ def test_a_checkpoint_without_such_a_layer_is_refused_by_name(
     """Whether its family knows of any, and of what the configuration speaks."""
     make_checkpoint(tmp_path, case[0], **case[1])
     edit_config(tmp_path, num_nextn_predict_layers=1)
-    with pytest.raises(ConfigError, match=r"has no layer that predicts further tokens.*MiMo.*set it to off"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no layer that predicts.*MiMo.*train-drafter --method mtp.*set the method to off",
+    ):
         open_runner(tmp_path, speculation=predicting_speculation())
 
 
@@ -217,3 +232,122 @@ def test_the_plan_counts_the_layer_and_its_rooms(folder: Path) -> None:
     assert draft is not None
     # Norms and biases are left.
     assert draft.weights.num_plain == 5 * 48 + 64 + 2 * 32
+
+
+def trained(target: DraftedModel, out: Path) -> TrainedPredictor:
+    """A layer of random weights in a checkpoint of its own, as it is trained for a model."""
+    torch.manual_seed(3)
+    layer = TrainedPredictor(target, "tiny", torch.arange(199), 3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_((parameter + 0.1 * torch.randn_like(parameter)).bfloat16())
+    out.mkdir()
+    write_head(layer, out)
+    return layer
+
+
+@pytest.fixture(scope="module")
+def trained_layer(
+    target_folder: Path, lessons: list[Lesson], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """One that has learned some of the lessons."""
+    return learned_by_heart(target_folder, lessons, tmp_path_factory.mktemp("trained"), method=MTP, steps=60)
+
+
+# Also where the final norm is a layer norm and logits are multiplied, and in place of a layer of its own.
+@pytest.mark.parametrize("family", ["llama", "cohere", "mimo"])
+def test_a_trained_layer_draws_by_the_trainers_logits(family: str, tmp_path: Path) -> None:
+    """Three rounds, by the model's own head, tied to its embedding or not."""
+    if family == "mimo":
+        make_predicting(tmp_path, MIMO[0], **MIMO[1])
+    else:
+        make_checkpoint(tmp_path, family, head_dim=HEAD_DIM)
+    target = DraftedModel(tmp_path, num_rows=1, max_tokens=64, num_threads=1, method=DrafterMethod.MTP)
+    layer, ids, end = trained(target, tmp_path / "layer"), prompt_of(15, 199, seed=5), 12
+    states, _ = target.read([ids], np.array([0]))
+    with torch.no_grad():
+        rounds = layer.rounds(states[None], torch.tensor([ids]), 3)
+        expected = [layer.logits(each[0, end - 1], number) for number, each in enumerate(rounds)]
+    with closing(open_runner(tmp_path, speculation=speculating(tmp_path / "layer"))) as runner:
+        drafter = runner.proposer.drafter
+        assert isinstance(drafter, HeadDrafter)
+        Driver(runner).run([Job(ids[:end], num_tokens=1)])
+        native, layers = drafter.head, drafter.storage.layers
+        native.features[0][:end] = drafter.target.captured[0][:end]
+        hidden = native.read(one_text(ids[1 : end + 1], 0), layers)
+        for number, logits in enumerate(expected):
+            if number:
+                text = one_text([ids[end + number]], end - 1 + number)
+                hidden = native.go_on(hidden[-1:].copy(), text, layers)
+            found = native.logits_of(hidden, np.array([hidden.shape[0] - 1]))
+            torch.testing.assert_close(torch.from_numpy(found[0].copy()), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", [(), TREE], ids=["chain", "tree"])
+def test_answers_with_a_trained_layer_are_those_without(
+    tree: tuple[tuple[int, ...], ...], target_folder: Path, trained_layer: Path, lessons: list[Lesson]
+) -> None:
+    speculation = speculating(trained_layer, tree=tree)
+
+    def jobs(*, speculate: bool) -> list[Job]:
+        return [
+            Job(list(each.ids[: each.num_given]), 30, SAMPLINGS[index % 3], speculate=speculate)
+            for index, each in enumerate(lessons)
+        ]
+
+    plain = generated(target_folder, jobs(speculate=False))
+    with closing(open_runner(target_folder, speculation=speculation)) as runner:
+        poison_head(runner)
+        drafted = Driver(runner, seed=2).run(jobs(speculate=True))
+    for one, other in zip(plain, drafted, strict=True):
+        assert other.output[:30] == one.output
+        assert other.logprobs[: len(one.logprobs)] == one.logprobs
+    num_drafted, num_accepted = totals(drafted)
+    assert num_accepted > 0.12 * num_drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"hidden_size": 64}, "reads hidden states of 48 elements, but the model's have 64"),
+        ("llama", {"vocab_size": 201}, "is for a vocabulary of 199 tokens, but the model's has 201"),
+        (*HYBRIDS["qwen3-next"], "has layers that carry a state"),
+    ],
+)
+def test_a_trained_layer_of_another_model_is_refused_by_name(
+    family: str, changes: dict[str, Any], words: str, trained_layer: Path, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family, **{"head_dim": HEAD_DIM} | changes)
+    with pytest.raises(ConfigError, match=words):
+        open_runner(tmp_path, speculation=speculating(trained_layer))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"speculators_model_type": "eagle3"},
+            "describes no layer that predicts.*train-drafter --method mtp",
+        ),
+        ({"transformer_layer_config": None}, "describes no layer that predicts"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported, only 1"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "model_type = 'llama' is not supported"),
+    ],
+)
+def test_what_is_no_trained_layer_is_refused_by_name(
+    change: dict[str, Any], words: str, trained_layer: Path, tmp_path: Path
+) -> None:
+    shutil.copy(trained_layer / "config.json", tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(ConfigError, match=words):
+        read_trained_predictor(tmp_path)
+
+
+def test_the_plan_counts_a_trained_layer_as_it_is_stored(target_folder: Path, trained_layer: Path) -> None:
+    """Whatever the model is quantized to."""
+    config = EngineConfig(speculation=speculating(trained_layer), quantize="int8")
+    model = ModelConfig(path=str(target_folder))
+    draft = plan_input(config, model, device="cpu", available_bytes=1 << 32).draft
+    assert draft is not None
+    stored = load_file(trained_layer / "model.safetensors").values()
+    assert draft.weights.num_plain == draft.weights.num_weights == sum(each.numel() for each in stored)
