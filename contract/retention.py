@@ -44,6 +44,13 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         """Whether anything may be forgotten."""
         return self.policy != FULL
 
+    @property
+    def outlives_positions(self) -> bool:
+        """Whether the answer may be longer than the model has positions. One that may have to be computed
+        anew with all of its keys may not, nor one of which a model may forget nothing.
+        """
+        return self.policy == "window+sinks" and self.max_lost is None and not self.if_possible
+
     def tokens_of(self, num_prompt_tokens: int) -> int:
         """Tokens that are kept of a prompt of so many, and from then on."""
         if self.window_tokens is not None:

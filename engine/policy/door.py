@@ -7,6 +7,7 @@ fit is judged by the same memory plan that start-up allocated.
 from __future__ import annotations
 
 import math
+import sys
 
 from contract.errors import context_length
 from contract.retention import RECOMPUTE
@@ -33,12 +34,27 @@ _RETRY_UNMEASURED_S = 1.0
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
     """Longest prompt plus completion of the request: model, tier and max_tokens, in tokens."""
-    return min(_context(request, memory), len(request.prompt_token_ids) + request.sampling.max_tokens)
+    asked = len(request.prompt_token_ids) + request.sampling.max_tokens
+    return min(asked, _context(request, None if _outlives(request, memory) else memory.max_model_len))
 
 
-def _context(request: Request, memory: MemoryPlan) -> int:
-    tier_limit = request.max_context_tokens
-    return memory.max_model_len if tier_limit is None else min(memory.max_model_len, tier_limit)
+def _context(request: Request, num_positions: int | None) -> int:
+    limits = (num_positions, request.max_context_tokens)
+    return min((each for each in limits if each is not None), default=sys.maxsize)
+
+
+def kept_of(request: Request, memory: MemoryPlan) -> KeptBlocks | None:
+    """The blocks that an answer looks at; None where it forgets nothing."""
+    goes_on = tokens_limit(request, memory) > memory.max_model_len
+    num_positions = memory.max_model_len if goes_on else 0
+    return KeptBlocks.of(request.retention, len(request.prompt_token_ids), memory.block_size, num_positions)
+
+
+def _outlives(request: Request, memory: MemoryPlan) -> bool:
+    """Whether the answer may go on beyond the model's positions."""
+    if request.retention is None or not request.retention.outlives_positions or request.sampling.beam_width:
+        return False
+    return KeptBlocks.can_renew(memory.max_model_len, memory.block_size)
 
 
 def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -> RequestFailure | None:
@@ -51,29 +67,22 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
             field="prompt",
             message="the prompt has no tokens; at least 1 is needed",
         )
-    limit = _context(request, memory)
+    limit = _context(request, memory.max_model_len)
+    if num_prompt < limit and _outlives(request, memory):
+        # It is the prompt alone that must have room.
+        limit = _context(request, None)
     # What is pooled has no tokens of an answer.
     least = 0 if request.pooling is not None else 1
     if num_known + least > limit:
         whose = "" if limit == memory.max_model_len else f" under the tier {request.tier!r}"
-        return RequestFailure(
-            reason="CONTEXT_LENGTH_EXCEEDED",
-            field="prompt",
-            message=context_length(
-                limit,
-                f"the prompt has {num_known} tokens{whose}"
-                f"{', and at least 1 must be left for the answer' if least else ''}; "
-                f"shorten the prompt by {num_known + least - limit} tokens",
-            ),
-            metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
-        )
-    # The last token is never fed back, so it needs no slot.
-    num_tokens = tokens_limit(request, memory) - least
+        return _too_long(num_known, least, limit, whose)
+    # The last token is never fed back, so it needs no slot; and beyond the positions an answer begins anew.
+    num_tokens = min(tokens_limit(request, memory), memory.max_model_len) - least
     num_blocks = _most_blocks(request, memory, num_tokens)
     width = max(1, request.sampling.beam_width)
     if num_blocks * width > memory.num_blocks or width > max_num_seqs:
         return _never_fits(request, memory, num_blocks * width)
-    kept = KeptBlocks.of(request.retention, num_prompt, memory.block_size)
+    kept = kept_of(request, memory)
     num_measured = 0 if kept is None else kept.num_measured(num_tokens)
     if num_measured * memory.forgotten_block_bytes > memory.forgotten_bytes:
         return _never_measured(num_measured, memory)
@@ -83,9 +92,22 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
     return None
 
 
+def _too_long(num_known: int, least: int, limit: int, whose: str) -> RequestFailure:
+    problem = f"the prompt has {num_known} tokens{whose}"
+    if least:
+        problem += f", and at least {least} must be left for the answer"
+    problem += f"; shorten the prompt by {num_known + least - limit} tokens"
+    return RequestFailure(
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        field="prompt",
+        message=context_length(limit, problem),
+        metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
+    )
+
+
 def _most_blocks(request: Request, memory: MemoryPlan, num_tokens: int) -> int:
     """Blocks that one sequence of so many tokens may come to hold at a time."""
-    kept = KeptBlocks.of(request.retention, len(request.prompt_token_ids), memory.block_size)
+    kept = kept_of(request, memory)
     whole = -(-num_tokens // memory.block_size)
     if kept is None or request.sampling.beam_width:
         return whole

@@ -36,6 +36,7 @@ class SequenceState:
     """What is kept per sequence besides its rows in the arrays."""
 
     slot: int
+    # Position of its first output token, below 0 where the sequence has left that.
     num_prompt: int
     sampling: SamplingParams
     matcher: Matcher | ThinkingMatcher | None = None
@@ -113,6 +114,8 @@ class SequenceTable:
         state.failure = self._problem(new, ids)
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
         prompt, output = np.split(ids, [new.num_prompt_tokens])
+        if new.left_token_ids:
+            prompt, output = (np.asarray(part, np.int64) for part in new.text)
         self.sampling.put(slot, params, new.choice_index, prompt, output)
         if state.failure or (forked and new.grammar is not None):
             return
@@ -120,7 +123,7 @@ class SequenceTable:
         if new.grammar is not None:
             try:
                 matcher = state.matcher = self.grammar.matcher(
-                    new.grammar, output.tolist(), self._output_limit(new.sampling, prompt.size)
+                    new.grammar, output.tolist(), self._output_limit(new, prompt.size)
                 )
             except GrammarError as error:
                 state.failure = str(error)
@@ -129,10 +132,11 @@ class SequenceTable:
         if budget is None or new.thinking is None:
             return
         thought = Thought(new.thinking, budget, prompt[-1:].tolist(), has_grammar=matcher is not None)
-        if matcher is not None:
+        if matcher is not None or new.left_token_ids:
             state.matcher = ThinkingMatcher(thought, output.tolist(), matcher)
         else:
             state.thought = thought
+        if matcher is None:
             self.thinking[new.sequence_id] = state
 
     def release(self, sequence_id: int) -> None:
@@ -247,12 +251,15 @@ class SequenceTable:
         if num_tokens > self.tokens.shape[1]:
             self.tokens = _widen(self.tokens, num_tokens)
 
-    def _output_limit(self, sampling: SamplingParams, num_prompt: int) -> int:
+    def _output_limit(self, new: NewSequence, num_prompt: int) -> int:
         """Output tokens within which a grammar is led to its end; 0 leaves it alone, where tokens are
         excluded that the end may need.
         """
+        sampling = new.sampling
         if sampling.allowed_token_ids or -math.inf in sampling.logit_bias.values():
             return 0
+        if new.kept is not None and (new.kept.num_positions or new.kept.is_renewed):
+            return sampling.max_tokens
         return max(0, min(sampling.max_tokens, self.max_model_len - num_prompt))
 
     def _problem(self, new: NewSequence, ids: NDArray[np.int64]) -> str:

@@ -158,20 +158,20 @@ class SimulatedRunner:
         )
 
     def _new_state(self, new: NewSequence) -> SimulatedSequence:
-        prompt = new.token_ids[: new.num_prompt_tokens]
+        prompt, output = new.text
         if self._config.break_token_id in prompt:
             raise RunnerBroken("a prompt holds simulation.break_token_id")
         poisoned = self._config.poison_token_id in prompt
         thought, budget = None, new.sampling.max_thinking_tokens
         if new.thinking is not None and budget is not None:
             thought = Thought(new.thinking, budget, prompt[-1:])
-            thought.read(new.token_ids[new.num_prompt_tokens :])
+            thought.read(output)
         return SimulatedSequence(
             new.sampling,
             new.choice_index,
             prompt,
             sum(prompt) + sum(new.adapter.encode()),
-            len(new.token_ids),
+            len(prompt) + len(output),
             poisoned,
             thought,
         )

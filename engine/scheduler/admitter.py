@@ -202,6 +202,8 @@ class Admitter:
             # More than its last token is to be computed again, to choose by.
             or (sequence.kept is not None and sequence.kept.num_fresh)
             or parent.status is not Status.RUNNING
+            # It has left the prompt.
+            or parent.left_token_ids
             or sequence.took.num_preemptions
         ):
             return False

@@ -224,7 +224,7 @@ class RowWriter:
         return NewSequence(
             sequence.sequence_id,
             tuple(sequence.token_ids),
-            sequence.num_prompt_tokens,
+            sequence.output_start,
             self._sampling_of(sequence),
             sequence.choice_index,
             request.grammar,
@@ -238,12 +238,14 @@ class RowWriter:
             request.cache_salt,
             sequence.kept,
             tuple(sequence.table.fresh),
+            tuple(sequence.left_token_ids),
         )
 
     @staticmethod
     def _sampling_of(sequence: Sequence) -> SamplingParams:
-        if sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is not None:
-            # Reported before the preemption already.
+        is_told = sequence.first_token_s is not None or bool(sequence.left_token_ids)
+        if sequence.sampling.prompt_logprobs is not None and is_told:
+            # Reported before the preemption already, or by another engine.
             return msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
         return sequence.sampling
 

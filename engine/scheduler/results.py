@@ -241,6 +241,8 @@ class ResultHandler:
             sequence.pace_start = now, sequence.num_known
         if reason is None:
             self._state.report(sequence.group, event)
+            if sequence.num_known >= sequence.max_tokens_total:
+                self._state.renew(sequence)
         else:
             if request.hand_over and reason is FinishReason.LENGTH:
                 self._state.hold(sequence, now)
@@ -292,7 +294,7 @@ class ResultHandler:
             kept = outcome.token_ids[:count]
             if token_id in sampling.stop_token_ids and sequence.num_output_tokens >= sampling.min_tokens:
                 return kept, FinishReason.STOP, token_id
-            if sequence.num_known >= sequence.max_tokens_total:
+            if sequence.num_known >= sequence.max_tokens_total and not sequence.goes_on:
                 done = outcome.grammar_finished and count == len(outcome.token_ids)
                 return kept, FinishReason.STOP if done else FinishReason.LENGTH, None
         return outcome.token_ids, FinishReason.STOP if outcome.grammar_finished else None, None

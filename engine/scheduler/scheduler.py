@@ -10,7 +10,7 @@ import msgspec
 from contract.prefix import PrefixHasher
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import NO_TIERS, Division, KvCache, PrefixTiers
-from engine.policy.door import Door, refuse_impossible, tokens_limit
+from engine.policy.door import Door, kept_of, refuse_impossible, tokens_limit
 from engine.policy.forecast import Batch
 from engine.policy.isolation import FailureIsolation
 from engine.policy.rates import StepRate
@@ -25,7 +25,6 @@ from engine.types import (
     NOT_MEASURED,
     ChoiceHistory,
     FinishReason,
-    KeptBlocks,
     KvEvent,
     MeasuredSpeed,
     MemoryPlan,
@@ -351,19 +350,17 @@ class Scheduler:
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
         block_size = self._state.cache.block_size
-        kept = KeptBlocks.of(request.retention, len(request.prompt_token_ids), block_size)
+        kept, max_tokens_total = kept_of(request, self._memory), tokens_limit(request, self._memory)
+        if request.hand_over:
+            # The first token is drawn, under the options of the whole answer.
+            num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+            max_tokens_total = min(max_tokens_total, num_known + 1)
         return Sequence(
             sequence_id=next(self._state.ids),
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
-            # Of a prompt that is handed over the first token is drawn, under the options of the whole answer.
-            max_tokens_total=min(
-                tokens_limit(request, self._memory),
-                len(request.prompt_token_ids) + len(request.output_token_ids) + 1
-                if request.hand_over
-                else self._memory.max_model_len,
-            ),
+            max_tokens_total=max_tokens_total,
             hasher=PrefixHasher(
                 model=self._model,
                 adapter=request.adapter,

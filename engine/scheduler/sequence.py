@@ -172,11 +172,16 @@ class Sequence:
         # Options for the runner. They may ask for more log-probabilities than the client did, because beams
         # and candidates are ranked by them.
         self.sampling = sampling
+        # Those that it looks back on, from position 0 on, and those that it left behind the first of them.
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.left_token_ids: list[int] = []
+        # Those that are computed as a prompt; and where output begins, below 0 where some was left.
+        self.num_prompt_tokens = self.output_start = len(request.prompt_token_ids)
         # Prompt, and output that another engine generated.
         self.num_given = len(self.token_ids)
-        # Prompt plus completion end here: the least of max_tokens, context and tier.
+        # Tokens that it generates at most: the least of max_tokens, context and tier. And where they end, or
+        # the positions.
+        self.max_output_tokens = max_tokens_total - self.num_prompt_tokens
         self.max_tokens_total = max_tokens_total
         self.status = Status.WAITING
         # The blocks that its answer looks at, where it may forget some.
@@ -220,6 +225,9 @@ class Sequence:
         self.beam_parent_id: int | None = None
         self.beam_logprobs: tuple[TokenLogprobs, ...] = ()
         self._start_statistics()
+        if kept is not None and kept.num_positions:
+            self.max_tokens_total = kept.num_positions
+            self._leave()
 
     def _start_statistics(self) -> None:
         self.took = ChoiceStatistics()
@@ -261,7 +269,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far, on whichever engine."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - self.output_start
 
     @property
     def is_finished(self) -> bool:
@@ -284,9 +292,9 @@ class Sequence:
         return self.table.num_in_window
 
     @property
-    def max_output_tokens(self) -> int:
-        """Tokens that it generates at most."""
-        return self.max_tokens_total - self.num_prompt_tokens
+    def goes_on(self) -> bool:
+        """Whether the answer is to go on where the model's positions end."""
+        return self.kept is not None and self.kept.num_positions > 0
 
     @property
     def rank(self) -> tuple[int, int, tuple[int, int]]:
@@ -406,6 +414,33 @@ class Sequence:
         self.draft_token_ids = ()
         if self.first_token_s is None:
             self.prompt_logprobs.clear()
+
+    def renew(self) -> None:
+        """Goes on behind the model's positions, with what it takes along; its blocks are gone."""
+        self.rewind()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leaves the tokens that a text of so many no longer looks back on."""
+        assert self.kept is not None, "only who forgets goes on beyond the positions"
+        num_tokens = len(self.left_token_ids) + self.num_known
+        found = self.kept.renewal(num_tokens)
+        if found is None:
+            return
+        end = found.num_sinks + found.num_left - len(self.left_token_ids)
+        self.left_token_ids += self.token_ids[found.num_sinks : end]
+        del self.token_ids[found.num_sinks : end]
+        self.output_start -= end - found.num_sinks
+        self.num_given -= end - found.num_sinks
+        self.num_prompt_tokens, last = found.num_prompt, self.output_start + self.max_output_tokens
+        again = last > self.kept.num_positions
+        self.max_tokens_total = self.kept.num_positions if again else last
+        self.kept = self.table.kept = self.kept.renewed(again=again)
+        # Nobody else computes that.
+        self.hasher = PrefixHasher(
+            model="", adapter="", salt=b"", block_size=self.kept.block_size, most_tokens=0
+        )
+        self.prefill_end = self.num_known
 
     def history(self, now: float) -> ChoiceHistory:
         """What the choice took over its whole life."""

@@ -159,6 +159,8 @@ class Promises:
         if sequence.kept is not None and not sequence.is_beam:
             table, num_tokens = sequence.table, sequence.max_tokens_total - 1
             num_own = len(table) - max(table.num_given_up, min(sequence.kept.first_own, len(table)))
+            if sequence.kept.is_renewed:
+                num_own = table.num_held
             return sequence.kept.num_to_come(len(table), num_own, num_tokens)
         return max(0, self._cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
 
@@ -346,6 +348,16 @@ class SchedulerState:
             self.preempt(sequence, "forgotten", now, shares=True)
         sequence.kept = sequence.table.kept = None
         sequence.whole_from = sequence.epoch
+
+    def renew(self, sequence: Sequence) -> None:
+        """Lets an answer go on that has come to the end of the model's positions. It keeps its slot, if it
+        has one; what it takes along is computed as a prompt is, in blocks that it had.
+        """
+        assert not sequence.num_pending, "nothing is planned beyond the positions"
+        if sequence.status is Status.RUNNING:
+            self.cache.free(sequence.table)
+            self.released.append(sequence.sequence_id)
+        sequence.renew()
 
     def reset_running(self, now: float) -> None:
         """A step failed: everything that ran goes back to the queue."""

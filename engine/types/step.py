@@ -124,6 +124,20 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     # Into these the runner copies the tokens that are chosen of the prompt, once that is computed; from then
     # on they come first in the table, in the place of the prompt's whole blocks.
     fresh_block_ids: tuple[int, ...] = ()
+    # Tokens that lay between its first block and the others before it went on beyond the model's positions;
+    # `num_prompt_tokens` is less by as many then, and below 0 where output is among them.
+    left_token_ids: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Prompt and output, with what was left."""
+        ids, num_left = self.token_ids, len(self.left_token_ids)
+        if num_left:
+            assert self.kept is not None, "only who forgets goes on beyond the positions"
+            num_sinks = self.kept.num_sinks * self.kept.block_size
+            ids = (*ids[:num_sinks], *self.left_token_ids, *ids[num_sinks:])
+        num_prompt = self.num_prompt_tokens + num_left
+        return ids[:num_prompt], ids[num_prompt:]
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

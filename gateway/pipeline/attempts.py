@@ -278,8 +278,10 @@ class Attempts:
         longest = self.max_model_len(served)
         if not longest:
             raise self.fleet.unavailable(model=served.key)
+        configured = [call.tier.config.max_context_tokens, served.config.max_context_tokens]
         limit = token_limit(longest, call.tier.config.max_context_tokens)
-        max_tokens = completion_limit(call.request, num_prompt_tokens, limit)
+        beyond = min((each for each in configured if each), default=None)
+        max_tokens = completion_limit(call.request, num_prompt_tokens, limit, beyond)
         reader = self.reader(served)
         return complete(
             call.request.sampling,

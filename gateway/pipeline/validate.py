@@ -83,10 +83,24 @@ def token_limit(max_model_len: int, max_context_tokens: int | None) -> int:
     return max_model_len if max_context_tokens is None else min(max_model_len, max_context_tokens)
 
 
-def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: int) -> int:
-    """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers."""
+def outlives_positions(request: GenerationRequest) -> bool:
+    """Whether the answer may be longer than the model has positions: by what it forgets."""
+    asked = request.retention
+    return asked is not None and asked.outlives_positions and not request.sampling.beam_width
+
+
+def completion_limit(
+    request: GenerationRequest, num_prompt_tokens: int, limit: int, beyond: int | None = None
+) -> int:
+    """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers. For an answer
+    of a given length that may outlive the model's positions `beyond` takes the place of `limit`; None: it may
+    have that length.
+    """
     asked = request.sampling.max_tokens
     allowance = limit - num_prompt_tokens
+    if allowance >= 1 and asked is not None and outlives_positions(request):
+        limit = max(limit, num_prompt_tokens + asked) if beyond is None else beyond
+        allowance = limit - num_prompt_tokens
     if allowance >= 1 and (asked is None or asked <= allowance or request.fills_context):
         return allowance if asked is None else min(asked, allowance)
     metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
@@ -98,6 +112,9 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
         field, metadata["max_tokens"] = request.field("max_tokens"), str(asked)
         problem = f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for; "
         problem += f"ask for at most {allowance}, or shorten the prompt"
+        if request.retention is not None and request.retention.forgets and not outlives_positions(request):
+            problem += "; kv lets an answer be longer under window+sinks alone, "
+            problem += "without max_lost, if_possible and beams"
     raise MillraceError(
         Reason.CONTEXT_LENGTH_EXCEEDED, context_length(limit, problem), field=field, metadata=metadata
     )
@@ -209,7 +226,7 @@ def prompt_limit(request: GenerationRequest, limit: int) -> int:
     answer = limit // _ANSWER_PART
     if request.sampling.max_tokens is not None:
         # An answer that ends with the room need not have all that it may have.
-        most = answer if request.fills_context else limit
+        most = answer if request.fills_context or outlives_positions(request) else limit
         answer = min(request.sampling.max_tokens, most)
     # Where nothing is left to the prompt, the numbers are told by who counts its tokens.
     return limit - max(answer, 1) if answer < limit else limit

@@ -111,8 +111,8 @@ class Proposer:
     def ended(self, state: SequenceState, table: SequenceTable) -> None:
         """A sequence is about to leave the table."""
         drafter = self.drafter
-        # Beams are guesses at one answer, and what failed is none.
-        if drafter is None or state.failure or state.sampling.beam_width:
+        # Beams are guesses at one answer, what failed is none, and of what left its prompt a part is gone.
+        if drafter is None or state.failure or state.sampling.beam_width or state.num_prompt < 0:
             return
         text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
         seconds = self.economics.look_back_s(text.size - state.num_prompt)

@@ -62,6 +62,8 @@ class State:
     fresh: tuple[int, ...] = ()
     # Where its first row began.
     first_start: int = 1 << 30
+    # Its prompt, of which it may have left a part.
+    prompt: tuple[int, ...] = ()
     # Drafts of its last step that were not accepted.
     num_rejected: int = 0
 
@@ -179,6 +181,7 @@ class CheckedRunner:
             new.state_slot,
             new.kept,
             new.fresh_block_ids,
+            prompt=new.text[0],
         )
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -293,11 +296,10 @@ class CheckedRunner:
         self.slots[state.slot] = state.digest(end - 1, tokens)
 
     def _sample(self, row: ScheduledSequence, state: State) -> SequenceResult:
-        prompt = tuple(state.tokens[: state.num_prompt_tokens])
         first = len(state.tokens) - state.num_prompt_tokens
 
         def token(position: int) -> int:
-            return expected_token(prompt, state.sampling.seed, state.choice_index, position)
+            return expected_token(state.prompt, state.sampling.seed, state.choice_index, position)
 
         sampled = [token(first)]
         for draft in row.draft_token_ids:

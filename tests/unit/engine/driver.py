@@ -263,7 +263,9 @@ class Driver:
                 expected = self.expected(request_id, choice)
                 assert got == expected[: len(got)], f"request {request_id} choice {choice}"
                 if self.finish(request_id, choice) is FinishReason.LENGTH:
-                    limit = self.memory.max_model_len - len(request.prompt_token_ids)
+                    kv, limit = request.retention, self.memory.max_model_len - len(request.prompt_token_ids)
+                    if kv is not None and kv.outlives_positions:
+                        limit = len(request.output_token_ids) + len(expected)
                     assert len(got) == min(len(expected), limit - len(request.output_token_ids))
             assert sum(event.first_token is not None for event in events) <= 1
         self.check_costs()

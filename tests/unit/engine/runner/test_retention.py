@@ -101,6 +101,7 @@ def generate(
     overlap: bool = False,
     asked_of: Sequence[tuple[list[int], Retention | None]] = (),
     max_num_batched_tokens: int = 48,
+    max_model_len: int = 256,
     **sampling: Any,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str]]:
     """Tokens by (request, choice), and preemptions by cause; NaN in all that nobody holds. The last request
@@ -112,11 +113,11 @@ def generate(
             max_num_batched_tokens=max_num_batched_tokens, long_prefill_tokens=32, max_num_seqs=max_num_seqs
         ),
         CacheConfig(prefix_caching=prefix_caching),
-        memory_plan(runner.storage.num_blocks, BLOCK, 256),
+        memory_plan(runner.storage.num_blocks, BLOCK, max_model_len),
         model="m",
         num_host_blocks=num_host_blocks,
     )
-    asked = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, **sampling)
+    asked = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_TOKENS} | sampling)
     requests = [
         Request(
             request_id=number,

@@ -193,3 +193,52 @@ async def test_engines_that_forget_nothing_are_left_out_where_it_is_asked_for() 
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "kv"
         assert (await stack.chat(kv={**QUARTER, "if_possible": True})).status_code == 200
+
+
+WINDOW: dict[str, Any] = {"policy": "window+sinks", "window_tokens": 512}
+# More than the engine's 4,096 positions.
+LONG = 100_000
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_forgets_asks_for_more_than_the_model_has_positions(path: str) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    async with deployed() as stack:
+        for kv in (WINDOW, QUARTER):
+            body = {"model": "tiny", **BODIES[path], name: LONG, "kv": kv}
+            served = await stack.http.post(path, json=body)
+            assert served.status_code == 200, served.text
+        assert [each.sampling.max_tokens for each in stack.engines[0].submissions] == [LONG, LONG]
+
+
+@pytest.mark.parametrize(
+    ("tables", "kv", "body", "told"),
+    [
+        ({}, None, {}, "4096 tokens"),
+        ({}, {"policy": "snapkv", "keep": 0.5}, {}, "under window+sinks alone"),
+        ({}, {**WINDOW, "if_possible": True}, {}, "without max_lost, if_possible and beams"),
+        ({"tier": {"kv": {"max_lost": 0.5}}}, WINDOW, {}, "without max_lost"),
+        ({"tier": {"kv": {**WINDOW}}}, None, {}, "if_possible"),
+        ({}, WINDOW, {"beam_width": 2}, "beams"),
+        ({"tier": {"max_context_tokens": 9000}}, WINDOW, {}, "9000 tokens"),
+    ],
+)
+async def test_other_answers_end_with_the_positions(
+    tables: dict[str, Any], kv: dict[str, Any] | None, body: dict[str, Any], told: str
+) -> None:
+    async with deployed(tables=tables) as stack:
+        body = {"max_tokens": LONG, **body, **({} if kv is None else {"kv": kv})}
+        refused = await stack.chat(**body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert told in refused.json()["error"]["message"]
+        assert not stack.engines[0].submissions
+
+
+async def test_a_prompt_is_cut_to_the_positions_beside_a_stream() -> None:
+    async with deployed() as stack:
+        kv = {"kv": WINDOW, "max_tokens": LONG, "truncate_prompt_tokens": -1}
+        said = {"role": "user", "content": "a" * 5000}
+        turns = [said, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        assert (await stack.chat(messages=turns, **kv)).status_code == 200
+        assert len(stack.engines[0].submissions[0].prompt_token_ids) < 4096
