@@ -6,9 +6,13 @@ slow.txt was written.
 from __future__ import annotations
 
 import os
+import ssl
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import certifi
 import pytest
 
 from tests.stages import report
@@ -28,6 +32,25 @@ else:
 
 # As services/cli/__init__.py sets it, and before gRPC is imported: tests fork beside its threads, too.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
+_new_context = ssl.create_default_context
+# Of these every HTTP client reads one.
+_AUTHORITIES = {os.environ.get("SSL_CERT_FILE"), certifi.where()}
+
+
+@cache
+def _context_of_public_authorities(path: str) -> ssl.SSLContext:
+    return _new_context(cafile=path)
+
+
+def _context(*arguments: Any, **options: Any) -> ssl.SSLContext:
+    """Reads the public authorities once: that takes 60 ms, and each HTTP client of a test does it anew."""
+    if not arguments and options.keys() == {"cafile"} and options["cafile"] in _AUTHORITIES:
+        return _context_of_public_authorities(options["cafile"])
+    return _new_context(*arguments, **options)
+
+
+ssl.create_default_context = _context
 
 TESTS = Path(__file__).resolve().parent
 # Folders whose tests drive a running stack.

@@ -26,6 +26,8 @@ from runtime.errors import ConfigError
 _BACKLOG = 4096
 # How long answers may still be written when the server stops, and how long handlers that are cut off may end.
 _FAREWELL_S = 1
+# Between two looks at who still writes; uvicorn says nothing when the last one has ended.
+_LOOK_S = 0.005
 # Idle connections are kept for longer than any peer keeps them: Envoy closes its own after an hour, and one
 # closed under it would race with its next request. Peers that are dead without having said so are found by
 # TCP itself.
@@ -139,13 +141,21 @@ class HttpServer:
         server, self._server = self._server, None
         if server is None or self._socket is None:
             return
+        # Not `shutdown`: it waits for a tenth of a second before it looks.
+        for listening in server.servers:
+            listening.close()
+        self._socket.close()
+        state = server.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
         with suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
-                await server.shutdown(sockets=[self._socket])
+                while state.connections or state.tasks:
+                    await asyncio.sleep(_LOOK_S)
         # Handlers end as they do when their clients leave; those that do not look are cancelled.
-        for connection in list(server.server_state.connections):
+        for connection in list(state.connections):
             connection.transport.abort()
-        if tasks := list(server.server_state.tasks):
+        if tasks := list(state.tasks):
             _, running = await asyncio.wait(tasks, timeout=_FAREWELL_S)
             for task in running:
                 task.cancel()

@@ -9,6 +9,7 @@ import base64
 import gzip
 import hashlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,7 @@ class StaticFile(msgspec.Struct, frozen=True, kw_only=True):
         await exchange.respond(200, body, headers)
 
 
+@cache
 def file_handlers() -> Mapping[tuple[str, str], Handler]:
     """A handler for each path, so that no path is ever looked up in a file system."""
     bodies = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}

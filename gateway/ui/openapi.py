@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ _PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     show = _operation

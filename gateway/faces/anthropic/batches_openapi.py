@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from contract.errors import MillraceError
@@ -68,6 +69,7 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, str, Mapping[str, Any], Mapping
 }
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     schemas = answer_schemas((MessageBatchBody, ApiErrorBody))

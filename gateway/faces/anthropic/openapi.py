@@ -6,6 +6,7 @@ A body that its schema allows is refused for what BEYOND lists alone; one that i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -163,6 +164,7 @@ _VERSION = {
 }
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     count = _operation("countMessageTokens", "Count the tokens of a prompt", answers.InputTokenCount)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -145,6 +146,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     return framed(

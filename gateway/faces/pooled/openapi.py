@@ -5,6 +5,7 @@ with.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -129,6 +130,7 @@ class PooledError(msgspec.Struct, frozen=True):
     error: dict[str, Any]
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     paths: dict[str, Any] = {}

@@ -6,6 +6,7 @@ A body that its schema allows is refused for what BEYOND lists alone; one that i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -182,6 +183,7 @@ class OpenAiError(msgspec.Struct, frozen=True):
     error: dict[str, Any]
 
 
+@cache
 def document() -> bytes:
     """The document as JSON."""
     paths: dict[str, Any] = {path: {"post": _operation(*each)} for path, each in _OPERATIONS.items()}

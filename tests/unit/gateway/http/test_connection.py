@@ -7,6 +7,7 @@ import gc
 import socket
 import struct
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -184,6 +185,15 @@ async def test_client_that_leaves_is_noticed_while_others_of_its_requests_wait()
     assert num_begun == 1, "what waits is not begun"
 
 
+@pytest.fixture
+def _only_what_is_new() -> Iterator[None]:
+    """What other tests left is not looked through: of a whole stage that takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_only_what_is_new")
 async def test_a_connection_that_its_client_resets_leaves_nothing() -> None:
     async with served() as (_, server):
         reader, writer = await connect(server)
