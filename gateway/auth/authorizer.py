@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, invalid
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.auth.verifier import Arrival, CallerVerifier, context_of
 from gateway.tiers import Tiers
@@ -44,6 +45,9 @@ QUESTION_HEADER = "x-millrace-question"
 # Headers that other APIs have the key in, as it is; taken where there is no authorization header.
 API_KEY_HEADERS = ("x-api-key", "api-key")
 CREDENTIALS_HEADERS = ("authorization", *API_KEY_HEADERS)
+# Milliseconds that a client waits for its answer, as a gRPC call's own time-out: its deadline.
+TIMEOUT_HEADER = "x-millrace-timeout-ms"
+_IS_TIMEOUT = re.compile(rb"0*[1-9][0-9]{0,8}").fullmatch
 # Envoy drops the request headers that this header of an answer names.
 _REMOVED = (
     b"x-envoy-auth-headers-to-remove",
@@ -204,6 +208,16 @@ def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:
     return headers.get(name, b"").decode("latin-1")
 
 
+def _timeout_s(headers: Mapping[bytes, bytes]) -> float | None:
+    text = headers.get(_TIMEOUT)
+    if text is None:
+        return None
+    if not _IS_TIMEOUT(text):
+        problem = f"{text[:40].decode('latin-1')!r} is not a number of milliseconds from 1 to 999999999"
+        raise invalid(TIMEOUT_HEADER, f"{problem}; leave it out to wait as long as it takes")
+    return int(text) / 1000
+
+
 def _claims(text: bytes) -> dict[str, Any]:
     try:
         return _decode_claims(base64.urlsafe_b64decode(text + b"=" * (-len(text) % 4)))
@@ -217,7 +231,7 @@ def _claims(text: bytes) -> dict[str, Any]:
 # Envoy asks about gRPC calls before it sends them on (`authorizer`). An HTTP request it sends at once, with
 # its credentials: the question would cost the gateway and Envoy more than most of what follows.
 
-_CONTEXT = CONTEXT_HEADER.encode()
+_CONTEXT, _TIMEOUT = CONTEXT_HEADER.encode(), TIMEOUT_HEADER.encode()
 
 
 class HttpCallers:
@@ -230,8 +244,8 @@ class HttpCallers:
     def identify(self, headers: Mapping[bytes, bytes], received_s: float) -> Caller:
         """The caller of a request; names of `headers` are in lower case.
 
-        Raises MISSING_CREDENTIALS, INVALID_CREDENTIALS, TENANT_NOT_ALLOWED, TIER_NOT_ALLOWED and
-        CONTEXT_SIGNATURE_INVALID.
+        Raises MISSING_CREDENTIALS, INVALID_CREDENTIALS, TENANT_NOT_ALLOWED, TIER_NOT_ALLOWED,
+        CONTEXT_SIGNATURE_INVALID, and INVALID_ARGUMENT for a time-out that is none.
         """
         traceparent, tracestate, client_request_id, retries = (
             headers.get(name, b"").decode("latin-1")
@@ -243,6 +257,7 @@ class HttpCallers:
             tracestate=tracestate,
             client_request_id=client_request_id,
             retries=retries,
+            timeout_s=_timeout_s(headers),
         )
         signed = headers.get(_CONTEXT)
         if signed is not None:

@@ -584,10 +584,10 @@ class BatchJob:
         if needed_s > left_s:
             batch.detail = (
                 f"completion_window {batch.completion_window} is out of reach: at {rate:.3g} lines a second "
-                f"the {batch.num_lines - batch.num_answered} that are left take {_hours(needed_s)}, and "
-                f"{_hours(left_s)} are left; what is not answered then expires"
+                f"the {batch.num_lines - batch.num_answered} that are left take {_told(needed_s)}, and "
+                f"{_told(left_s)} are left; what is not answered then expires"
             )
 
 
-def _hours(seconds: float) -> str:
-    return f"{max(0.0, seconds) / 3600:.1f} h"
+def _told(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{max(0.0, seconds) / 60:.1f} min"

@@ -23,6 +23,7 @@ import msgspec
 
 from contract.errors import MillraceError, Reason, invalid, unsupported
 from gateway.batches.types import Problem
+from gateway.http.body import decode
 from gateway.http.utf8 import check_utf8, half_pair
 
 MAX_CUSTOM_ID = 256
@@ -76,7 +77,7 @@ class LineEntry:
     line: int
 
 
-_decode = msgspec.json.Decoder(LineBody).decode
+_lines_of = msgspec.json.Decoder(LineBody)
 _peek = msgspec.json.Decoder(Peek).decode
 # None of it can be written as UTF-8, which results are.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -87,12 +88,9 @@ def check_line(data: bytes, endpoint: str) -> LineBody:
     """A line as a request; raises MALFORMED_BODY, INVALID_ARGUMENT or UNSUPPORTED_FIELD."""
     try:
         check_utf8(data)
-        line = _decode(data)
+        line = _lines_of.decode(data)
     except msgspec.ValidationError as error:
-        raise MillraceError(
-            Reason.INVALID_ARGUMENT,
-            f'{error}; a line is {{"custom_id", "method": "POST", "url", "body"}}',
-        ) from error
+        raise _misshapen(data, error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise half_pair(data) or MillraceError(
             Reason.MALFORMED_BODY, f"the line is not JSON: {error}; write one JSON object a line"
@@ -111,6 +109,16 @@ def check_line(data: bytes, endpoint: str) -> LineBody:
     if seen.background:
         raise unsupported("body.background", "leave it out", "a line runs without a connection anyway")
     return line
+
+
+def _misshapen(data: bytes, error: msgspec.ValidationError) -> MillraceError:
+    try:
+        decode(_lines_of, data)
+    except MillraceError as told:
+        if told.field:
+            return told
+    form = '{"custom_id", "method": "POST", "url", "body"}'
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{error}; a line is {form}")
 
 
 def name_of(data: bytes) -> str | None:

@@ -4,7 +4,7 @@ tenant at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.http.utf8 import half_pair
 from gateway.intake.intake import LARGE_BYTES, Intake
-from gateway.intake.json_shape import SLICE_BYTES, BodyShape
+from gateway.intake.json_shape import ID_FIELDS, SLICE_BYTES, BodyShape
 
 # Response header that names them.
 IGNORED_HEADER = "x-millrace-ignored"
@@ -101,9 +101,10 @@ async def read(
     decoder: msgspec.json.Decoder[Body],
     convert: Callable[[Body], Request],
     tolerance: Tolerance = STRICT,
+    id_fields: Set[str] = ID_FIELDS,
 ) -> tuple[Body, Request]:
     """The body, decoded, and what `convert` makes of it; the exchange forgets its bytes, and its response
-    names what was ignored.
+    names what was ignored. `id_fields` may hold token ids, which may be many.
 
     Raises what `body.decode`, `BodyShape.feed` and `convert` raise.
     """
@@ -113,7 +114,7 @@ async def read(
         exchange.add_headers(ignored(names))
         return body, convert(body)
     async with intake.exclusive(exchange.verified_caller.identity.tenant) as slices:
-        shape = BodyShape(intake.limits)
+        shape = BodyShape(intake.limits, id_fields)
         for start in range(0, len(data), SLICE_BYTES):
             shape.feed(data[start : start + SLICE_BYTES])
             await slices.breathe()

@@ -7,6 +7,7 @@ an opening bracket stands for a value.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from itertools import accumulate
 
 from contract.errors import MillraceError, Reason, invalid
@@ -23,14 +24,17 @@ _MAX_NAME = 64
 # A body has some eighty fields.
 _MAX_FIELDS = 1024
 # Fields that hold token ids.
-_ID_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids"})
+ID_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids"})
+# Those of bodies that are embedded: their input is no conversation.
+EMBEDDED_ID_FIELDS = frozenset({"input"})
 
 
 class BodyShape:
     """Counts the values of JSON that comes in slices. What is no JSON is left to the parser."""
 
-    def __init__(self, limits: RequestConfig) -> None:
+    def __init__(self, limits: RequestConfig, id_fields: Set[str] = ID_FIELDS) -> None:
         self._limits = limits
+        self._id_fields = id_fields
         # Backslashes that ended the slice before: they may belong to what follows.
         self._rest = b""
         self._in_text = False
@@ -91,7 +95,7 @@ class BodyShape:
 
     def _check_values(self) -> None:
         limits, field = self._limits, self._field
-        has_ids = field in _ID_FIELDS
+        has_ids = field in self._id_fields
         limit = limits.max_token_ids if has_ids else limits.max_values
         if self._num_values > limit:
             what = "token ids" if has_ids else "values"
@@ -99,7 +103,11 @@ class BodyShape:
 
     def _remedy(self, field: str) -> str:
         limits = self._limits
+        if field in self._id_fields:
+            return "send fewer in one request"
         match field:
+            case "documents" | "text_1" | "text_2":
+                return f"a request has at most {limits.max_inputs} texts"
             case "messages" | "system" | "input":
                 few = f"{limits.max_messages} messages, {limits.max_parts} parts"
                 return f"a request has at most {few} and {limits.max_tool_calls} tool calls"

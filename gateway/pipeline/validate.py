@@ -260,9 +260,16 @@ def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestC
         raise refuse(
             request,
             name,
-            f"{num_prompts} prompts with {num_each} answers each; the limit is {limits.max_answers} answers "
-            "in all: send fewer prompts in one request, or ask for fewer answers",
+            f"{_answers(num_prompts, num_each)}; the limit is {limits.max_answers} answers in all: "
+            + ("send fewer prompts in one request, or " if num_prompts > 1 else "")
+            + "ask for fewer answers",
         )
+
+
+def _answers(num_prompts: int, num_each: int) -> str:
+    return (
+        f"{num_each} answers" if num_prompts == 1 else f"{num_prompts} prompts with {num_each} answers each"
+    )
 
 
 def check_streams(request: GenerationRequest, limit: int, whose: str) -> None:
@@ -276,8 +283,8 @@ def check_streams(request: GenerationRequest, limit: int, whose: str) -> None:
     raise refuse(
         request,
         name,
-        f"{request.num_prompts} prompts with {num_each} answers each are {request.num_streams} streams at a "
-        f"time; the limit is {limit} ({whose}): {remedy}",
+        f"{_answers(request.num_prompts, num_each)} are {request.num_streams} streams at a time; the limit "
+        f"is {limit} ({whose}): {remedy}",
     )
 
 

@@ -45,6 +45,10 @@ class Escalate(Samples):
         self._confidence = confidence
         self._least = math.log(confidence)
         self._groups = Groups()
+        # The draft was ended before its end.
+        self._is_doubted = False
+        # Why it goes on from there; "" while it does not.
+        self._goes_on_by = ""
 
     def begin(self) -> Decision:
         """See Strategy."""
@@ -55,8 +59,10 @@ class Escalate(Samples):
             return NOTHING
         num_before = len(self._groups)
         self._groups.add(event.confidences)
-        if len(self._groups) < _WINDOW or self._weakest(num_before) >= self._least:
+        # With its last tokens it is judged as a whole.
+        if event.is_over or len(self._groups) < _WINDOW or self._weakest(num_before) >= self._least:
             return NOTHING
+        self._is_doubted = True
         self._ended[0] = Sample(index=0, is_complete=False, num_tokens=len(self._groups))
         return Decision(start=self._begin(1).start, end=(0,))
 
@@ -74,11 +80,20 @@ class Escalate(Samples):
         return self._begin(1)
 
     def _after_larger(self, sample: Sample) -> Decision:
-        if sample.index == 1 and not sample.is_answer and not self._ended[0].is_complete:
-            # Nobody else answers: the draft goes on from where it was doubted.
-            self._num_begun += 1
-            return Decision(start=1, parents=(0,))
-        return self._conclude("all_samples" if sample.index == 1 and sample.is_answer else "failure")
+        if self._goes_on_by:
+            return self._conclude(self._goes_on_by)
+        if not sample.is_answer and self._is_doubted:
+            return self._go_on("failure")
+        return self._conclude("all_samples" if sample.is_answer else "failure")
+
+    def _unaffordable(self) -> Decision:
+        return self._go_on("budget") if self._is_doubted else self._conclude("budget")
+
+    def _go_on(self, by: str) -> Decision:
+        """Nobody else answers: the draft goes on from where it was doubted."""
+        self._goes_on_by = by
+        self._num_begun += 1
+        return Decision(start=1, parents=(0,))
 
     def _rated(self, scores: Mapping[int, float]) -> Decision:
         if scores[0] >= self._confidence:
@@ -153,7 +168,7 @@ def questions_of(
     vote = settled_by(pattern)
 
     def question(before: Sequence[AnswerPart]) -> Question | None:
-        if not before or (ask.strategy == "escalate" and len(before) > 1):
+        if not before:
             return None
         if ask.strategy == "escalate":
             names = {**request.field_names, "model": request.field("test_time.model")}

@@ -14,8 +14,8 @@ MAX_STEPS = 64
 
 class StepSearch(Samples):
     """Beam search under a process reward model (Snell et al., arXiv 2408.03314). Every level begins as many
-    steps, children of those that were kept; when all have ended, the best of them are kept. It is over when
-    all that are kept are answers; the one that scores best is given.
+    steps, children of those that were kept, or as many as the budget has room for; when all have ended, the
+    best of them are kept. It is over when all that are kept are answers; the one that scores best is given.
     """
 
     def __init__(self, num_samples: int, *, rates: bool) -> None:
@@ -25,6 +25,8 @@ class StepSearch(Samples):
         self._level: Sequence[int] = ()
         # By the level at which they were given.
         self._scores: list[dict[int, float]] = []
+        # Some were never begun, because the budget had no room for them.
+        self._is_narrowed = False
 
     def begin(self) -> Decision:
         """See Strategy."""
@@ -46,6 +48,15 @@ class StepSearch(Samples):
         if self._rates:
             return Decision(rate=alive)
         return self._rated({index: self._ended[index].mean_logprob for index in alive})
+
+    def _unaffordable(self) -> Decision:
+        # What has begun of the level is all of it.
+        self._is_narrowed = True
+        self._level = range(self._level[0], self._num_begun)
+        return self._after(self._ended[self._level[-1]]) if self._level else self._conclude("budget")
+
+    def _conclude(self, ended_by: str) -> Decision:
+        return super()._conclude("budget" if self._is_narrowed else ended_by)
 
     def _is_candidate(self, index: int) -> bool:
         return self._ended[index].is_step or self._ended[index].is_complete

@@ -56,6 +56,8 @@ class Grown(msgspec.Struct, frozen=True, kw_only=True, tag="grown"):
 
     index: int
     confidences: tuple[float, ...]
+    # They are its last ones.
+    is_over: bool = False
 
 
 class Rated(msgspec.Struct, frozen=True, kw_only=True, tag="rated"):
@@ -70,7 +72,13 @@ class Concluded(msgspec.Struct, frozen=True, kw_only=True, tag="concluded"):
     ended_by: str
 
 
-Event: TypeAlias = Sample | Grown | Rated | Concluded
+class Unaffordable(msgspec.Struct, frozen=True, kw_only=True, tag="unaffordable"):
+    """Nothing is under way, and the budget has no room for these samples that were to begin."""
+
+    number: int
+
+
+Event: TypeAlias = Sample | Grown | Rated | Concluded | Unaffordable
 NOTHING = Decision()
 
 
@@ -120,6 +128,9 @@ class Samples:
                 return self._rated(event.scores)
             case Concluded():
                 return self._conclude(event.ended_by)
+            case Unaffordable():
+                self._num_begun -= event.number
+                return self._unaffordable()
 
     def votes(self) -> Mapping[str, float]:
         """See Strategy."""
@@ -136,6 +147,9 @@ class Samples:
 
     def _rated(self, scores: Mapping[int, float]) -> Decision:
         return NOTHING
+
+    def _unaffordable(self) -> Decision:
+        return self._conclude("budget")
 
     def _begin(self, number: int) -> Decision:
         number = min(number, self._num_samples - self._num_begun)

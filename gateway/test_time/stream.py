@@ -35,7 +35,16 @@ from gateway.test_time.asked import AskedAnswer, Begin, Question, spent_by_model
 from gateway.test_time.branch import AnswerPart, RunningSample, first_token_of
 from gateway.test_time.confidence import token_confidence
 from gateway.test_time.scorers import AnswerScorer, unanswered
-from gateway.test_time.strategies import Concluded, Decision, Event, Grown, Rated, Sample, Strategy
+from gateway.test_time.strategies import (
+    Concluded,
+    Decision,
+    Event,
+    Grown,
+    Rated,
+    Sample,
+    Strategy,
+    Unaffordable,
+)
 from gateway.types.deliberation import Deliberated, Deliberation, ScorerSpec, TokensOfModel
 
 _log = logging.getLogger(__name__)
@@ -187,7 +196,7 @@ class DeliberateStream(ContinuousStream):
     def _open(self) -> None:
         """Begins the next part; raises what `ContinuousStream.start` does."""
         question, index = self._plan.question(self._branches), len(self._branches)
-        if question is None:
+        if question is None or self._parents:
             self._open_sample()
             return
         assert self._plan.begin is not None, "what asks has somebody to ask"
@@ -247,7 +256,12 @@ class DeliberateStream(ContinuousStream):
             except MillraceError as error:
                 self._failure, self._num_waiting = error, 0
         if self._pieces is None and not any(one.is_open for one in self._branches) and not self._rating:
-            self.conclude("budget" if self._num_waiting else "failure")
+            number, self._num_waiting = self._num_waiting, 0
+            self._parents.clear()
+            if number and not self._over_by:
+                self._feed(Unaffordable(number=number))
+            else:
+                self.conclude("failure")
 
     def _most(self, branch: AnswerPart) -> int:
         """Tokens that an open part may take."""
@@ -286,7 +300,7 @@ class DeliberateStream(ContinuousStream):
         logprobs = branch.take(output)
         if self._plan.strategy.watches and logprobs:
             confidences = tuple(map(self._plan.measure, logprobs))
-            self._feed(Grown(index=branch.index, confidences=confidences))
+            self._feed(Grown(index=branch.index, confidences=confidences, is_over=not branch.is_open))
         # One that was ended meanwhile has no reason of its own.
         is_over = branch.finish is not None or branch.is_step
         if not branch.is_open and self._pieces is None and is_over:

@@ -7,7 +7,7 @@ matter is not blamed: then the answer is the request's own work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from observability.analysis.decode import StoredSpan
@@ -198,12 +198,25 @@ def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
             text = "computing its own prompt" + (
                 f" of {prompt} tokens, {cached} of them cached" if prompt else ""
             )
+        if part is TtftPart.FIRST_DECODE and any(span.name == names.GATEWAY_SAMPLE for span in spans):
+            tokens = attributes.get(genai.OUTPUT_TOKENS)
+            text = "generating samples until one was chosen" + (f", {tokens} tokens" if tokens else "")
         found.append(Finding(milliseconds, text))
-    decode_ms = sum(span.duration_ms for span in spans if span.name == names.ENGINE_DECODE)
-    if decode_ms:
+    decode_ms = _covered_ms(span for span in spans if span.name == names.ENGINE_DECODE)
+    # Of samples of which one is given, generating is most of the time until the answer begins.
+    if decode_ms and not any(span.name == names.GATEWAY_SAMPLE for span in spans):
         tokens = attributes.get(genai.OUTPUT_TOKENS)
         found.append(Finding(decode_ms, "generating" + (f" {tokens} tokens" if tokens else "")))
     return [finding for finding in found if finding.milliseconds > 0]
+
+
+def _covered_ms(spans: Iterable[StoredSpan]) -> float:
+    """Time in which any of them was open: choices of one request are generated at the same time."""
+    covered_ns = end_ns = 0
+    for span in sorted(spans, key=lambda each: each.start_ns):
+        covered_ns += max(0, span.end_ns - max(span.start_ns, end_ns))
+        end_ns = max(end_ns, span.end_ns)
+    return covered_ns / 1e6
 
 
 def find_neighbours(reader: SpanSource, spans: Sequence[StoredSpan]) -> list[Neighbour]:

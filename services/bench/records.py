@@ -59,6 +59,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return self.status == 200 and not self.error
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether the server refuses it for what it is, be it alone: neither too much nor too slow."""
+        return 400 <= self.status < 500 and self.status not in (408, 429)
+
+    @property
     def ttft_s(self) -> float:
         """Time to the first chunk with output."""
         return self.chunk_times_s[0] - self.start_s

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from runtime.errors import ConfigError
 from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord, Summary, Targets, summarize
 from services.bench.run import run_workload
@@ -134,7 +135,7 @@ async def measure_rate(
     limit_s: float,
     on_progress: Callable[[], None],
 ) -> SweepPoint:
-    """Runs a workload of an open loop, until it is over or nothing can save it."""
+    """Runs an open loop until it is over or lost; raises ConfigError where no rate would be answered."""
     ended: list[RequestRecord] = []
     num_missed = dict.fromkeys((name for name, _ in wanted.allowed(workload.num_requests)), 0)
     limits = dict(wanted.allowed(workload.num_requests))
@@ -159,8 +160,15 @@ async def measure_rate(
         if caller is not None and caller.cancelling():
             raise
         duration_s = time.perf_counter() - min(record.start_s for record in ended)
+    _check_answered(ended)
     busy_share = (time.process_time() - began_busy_s) / (time.perf_counter() - began_s)
     return point_of(ended, workload, duration_s, busy_share, wanted, targets)
+
+
+def _check_answered(ended: Sequence[RequestRecord]) -> None:
+    """Raises ConfigError for requests that are refused at whatever rate."""
+    if all(record.is_wrong for record in ended):
+        raise ConfigError(f"no request is answered, at whatever rate: {ended[0].error}")
 
 
 def point_of(

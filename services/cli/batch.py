@@ -6,7 +6,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,7 +27,8 @@ _notes = Console(stderr=True, highlight=False)
 _POLL_S = 1.0
 # How long a server that does not answer is waited for: a gateway is started again meanwhile.
 _PATIENCE_S = 120.0
-_FIRST_LINE_BYTES = 16 << 20
+# Where the endpoint is looked for: in so many lines, of each of which so much is read.
+_LINES_READ, _LINE_BYTES = 100, 16 << 20
 # Of those that have not come to their last line, why.
 _CUT_SHORT = {"expired": "its window of {window} ended", "cancelled": "it was cancelled"}
 _ENDED = ("completed", "failed", *_CUT_SHORT)
@@ -184,15 +187,15 @@ def _started(client: BatchClient, target: ServerTarget, file: Path, endpoint: st
 
 
 def _endpoint_of(file: Path) -> str:
+    """That of the first line that names one: a bad line is the batch's to tell of."""
     with file.open("rb") as lines:
-        first = lines.readline(_FIRST_LINE_BYTES)
-    try:
-        found = json.loads(first)["url"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BatchFailed(
-            f"{file}: line 1 names no url ({error!r}); name the endpoint with --endpoint"
-        ) from error
-    return str(found)
+        for line in islice(iter(partial(lines.readline, _LINE_BYTES), b""), _LINES_READ):
+            with suppress(ValueError, KeyError, TypeError):
+                return str(json.loads(line)["url"])
+    raise BatchFailed(
+        f"{file}: none of its first {_LINES_READ} lines is a JSON object with a url; write one object a "
+        "line, or name the endpoint with --endpoint"
+    )
 
 
 def _follow(client: BatchClient, batch_id: str, file: Path) -> dict[str, Any]:

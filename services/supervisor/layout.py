@@ -100,6 +100,14 @@ class Layout:
         return ", ".join(self.models.models)
 
     @property
+    def engine_models(self) -> dict[str, str]:
+        """The model of each engine that starts with the stack, by the names of their processes."""
+        names = [
+            each.served_name for each in self.models.models.values() for _ in range(self.num_engines(each))
+        ]
+        return {engine.name: name for engine, name in zip(self.engines, names, strict=True)}
+
+    @property
     def address(self) -> str:
         """Where clients on this machine connect: the edge, or loopback when it listens everywhere."""
         return self.edge.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")

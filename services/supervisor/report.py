@@ -108,8 +108,11 @@ terminal, in {Path.cwd()}:
 
 def _speed(layout: Layout, said: Mapping[str, Mapping[str, str]]) -> str:
     """A line for each engine that has measured how fast it is, and one for what would be faster."""
-    measured = speeds.of_engines(layout.model_name, said)
-    lines = [f"\n  speed        about {each} (first steps, kernels {each.kernels})" for each in measured]
+    measured = speeds.of_engines(layout.engine_models, said)
+    lines = [
+        f"\n  speed        {each.model}: about {each} (first steps, kernels {each.kernels})"
+        for each in measured
+    ]
     advice = speeds.advice(measured, speeds.read(layout.state_directory))
     return "".join(lines) + (f"\n  faster       {advice}" if advice else "")
 

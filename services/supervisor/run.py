@@ -88,7 +88,7 @@ async def _run(stack: Stack, on_demand: OnDemand, options: Options, console: Con
         if not stack.healthy:
             await stack.kill()
     announce(summary(layout, stack.log_directory, stack.said))
-    speeds.keep(layout.state_directory, speeds.of_engines(layout.model_name, stack.said))
+    speeds.keep(layout.state_directory, speeds.of_engines(layout.engine_models, stack.said))
     announce(f"\nHealthy after {elapsed_s:.1f} s.")
     # It waits for days, and what it started with need not wait with it.
     gc.collect()

@@ -41,6 +41,9 @@ class KeptSpeed(msgspec.Struct, frozen=True, kw_only=True):
         return self.processor, self.model, self.quantize
 
     def __str__(self) -> str:
+        if not self.alone:
+            # It reads, and generates nothing.
+            return f"{self.prompt:.0f} tokens/s of what it reads"
         return (
             f"{self.alone:.0f} tokens/s alone, {self.together:.0f} for {self.streams} at once, "
             f"{self.prompt:.0f} of prompts"
@@ -53,12 +56,14 @@ def processor_name() -> str:
     return f"{names[0] if names else 'unknown processor'}, {num_cores()} cores"
 
 
-def of_engines(model: str, said: Mapping[str, Mapping[str, str]]) -> list[KeptSpeed]:
-    """What the engines of a stack said when they were ready; nothing of those that have not measured."""
+def of_engines(models: Mapping[str, str], said: Mapping[str, Mapping[str, str]]) -> list[KeptSpeed]:
+    """What the engines of a stack said when they were ready; nothing of those that have not measured.
+    `models` are the names of theirs, by those of their processes.
+    """
     return [
         KeptSpeed(
             processor=processor_name(),
-            model=model,
+            model=models[name],
             quantize=each["quantize"],
             kernels=each["kernels"],
             alone=float(each["alone"]),
@@ -67,8 +72,8 @@ def of_engines(model: str, said: Mapping[str, Mapping[str, str]]) -> list[KeptSp
             prompt=float(each["prompt"]),
             day=date.today().isoformat(),
         )
-        for each in said.values()
-        if "kernels" in each
+        for name, each in said.items()
+        if name in models and "kernels" in each
     ]
 
 
@@ -92,7 +97,7 @@ def keep(directory: Path, measured: Iterable[KeptSpeed]) -> None:
 
 def advice(measured: list[KeptSpeed], kept: list[KeptSpeed]) -> str:
     """Which quantization is faster than what runs, or may be; empty where none is known."""
-    runs = next(iter(measured), None)
+    runs = next((each for each in measured if each.alone), None)
     if runs is None or not runs.kernels.startswith(_CPU_KERNELS):
         return ""
     here = [each for each in kept if (each.processor, each.model) == (runs.processor, runs.model)]

@@ -30,6 +30,7 @@ from gateway.faces.pooled.bodies import (
 from gateway.faces.unserved import WARNING_HEADER
 from gateway.http.exchange import Exchange
 from gateway.intake.intake import Slices
+from gateway.intake.json_shape import EMBEDDED_ID_FIELDS
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.pooled_answers import Pooled, PooledAnswer, pooled_answer
 from gateway.pipeline.pooled_requests import PooledForm, check_inputs, scored_request, scores_of
@@ -137,7 +138,8 @@ class PooledEndpoints:
         self, exchange: Exchange, decoder: msgspec.json.Decoder[_Body], convert: Callable[..., Any]
     ) -> tuple[_Body, Any]:
         intake = self._pipeline().intake
-        body, converted = await read(exchange, intake, decoder, partial(convert, limits=intake.limits))
+        converting = partial(convert, limits=intake.limits)
+        body, converted = await read(exchange, intake, decoder, converting, id_fields=EMBEDDED_ID_FIELDS)
         for warning in POOLED_FIELDS.check(body):
             exchange.add_headers({WARNING_HEADER: warning})
         return body, converted

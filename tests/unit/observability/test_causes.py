@@ -11,7 +11,7 @@ from observability.analysis import why
 from observability.analysis.causes import _KEEPS_FROM_QUEUE, explain
 from observability.analysis.decode import StoredSpan
 from observability.analysis.store import SpanReader, SpanStore
-from observability.emit import names
+from observability.emit import genai, names
 from observability.emit.names import Cause, TtftPart
 from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace, write
 
@@ -36,6 +36,25 @@ def test_a_request_that_nothing_held_back_is_told_what_it_did_itself() -> None:
     explanation = explain(request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, decode_ms=500.0))
     assert explanation.cause is None
     assert explanation.verdict.startswith("nothing held it back: generating")
+
+
+def test_what_is_generated_at_the_same_time_is_counted_once() -> None:
+    spans = request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, decode_ms=500.0)
+    decode = spans[-1]
+    others = [replace(decode, start_ns=decode.start_ns + at * MS) for at in (100, 200)]
+    longer = replace(decode, start_ns=decode.end_ns - 10 * MS, end_ns=decode.end_ns + 50 * MS)
+    generating = explain([*spans, *others, longer]).findings[0]
+    assert (generating.text, generating.milliseconds) == ("generating", decode.duration_ms + 50.0)
+
+
+def test_samples_of_one_answer_are_generated_before_its_first_token() -> None:
+    used = {str(genai.OUTPUT_TOKENS): 64}
+    parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.FIRST_DECODE: 400.0}
+    spans = request_trace(parts_ms=parts, decode_ms=390.0, attributes=used)
+    sample = replace(spans[-1], name=names.GATEWAY_SAMPLE)
+    told = [(each.text, each.milliseconds) for each in explain([*spans, sample]).findings]
+    assert told[0] == ("generating samples until one was chosen, 64 tokens", 400.0)
+    assert not [text for text, _ in told if text.startswith("generating 64")]
 
 
 def test_a_trace_without_the_gateways_part_is_not_judged() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from gateway.auth.directory import hash_key
 from services.cli.app import app
+from services.cli.batch import BatchFailed, _endpoint_of
 from tests.unit.gateway.batches.serving import call, ended, jsonl, ok, request, serving, until
 from tests.unit.gateway.batches.test_batches import _after, _reached, _service
 from tests.unit.gateway.rig.deployment import Deployment
@@ -50,6 +51,15 @@ async def running(
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_the_endpoint_is_that_of_the_first_line_that_is_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"\nno json\n[1]\n{}\n" + jsonl(request("a")))
+    assert _endpoint_of(path) == "/v1/chat/completions"
+    path.write_bytes(b"")
+    with pytest.raises(BatchFailed, match="name the endpoint with --endpoint"):
+        _endpoint_of(path)
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ def test_each_fault_is_a_lines_own(tmp_path: Path) -> None:
     [
         (b"nothing", "", "the line is not JSON"),
         (b"[1]", "", "Expected `object`"),
-        (b'{"custom_id": "a"}', "", "missing required field `url`"),
+        (b'{"custom_id": "a"}', "url", "url: it is required"),
+        (b'{"custom_id": 7, "url": "u", "body": {}}', "custom_id", "custom_id: Expected `str`, got `int`"),
         (line(""), "custom_id", "use 1 to 256"),
         (line("x" * 257), "custom_id", "use 1 to 256"),
         (line(method="GET"), "method", "is not POST"),

@@ -91,7 +91,7 @@ async def test_too_much_is_refused_by_its_field_before_it_is_parsed(
             },
             "2 tools; the limit is 1",
         ),
-        ({"messages": [TURN], "n": 9}, "the limit is 8 answers"),
+        ({"messages": [TURN], "n": 9}, "n: 9 answers; the limit is 8 answers in all: ask for fewer"),
         ({"messages": [TURN], "best_of": 9}, "the limit is 8 answers"),
         ({"messages": [TURN], "stop_token_ids": [1] * 6}, "6 token ids; the limit is 5"),
     ],

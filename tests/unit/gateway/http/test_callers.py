@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 import gateway
-from gateway.auth.authorizer import AUTHORIZE_PREFIX, CLAIMS_HEADER, QUESTION_HEADER
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, CLAIMS_HEADER, QUESTION_HEADER, TIMEOUT_HEADER
 from gateway.auth.directory import hash_key
 from gateway.envoy.replies import DOCUMENTS
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed
+from tests.unit.gateway.rig.engine import ScriptedEngine
 
 KEY = "mr-test"
 TABLES: dict[str, Any] = {
@@ -46,6 +47,17 @@ async def test_requests_with_a_key_are_counted_and_those_with_a_context_have_bee
         # The rig's client sends a signed context.
         assert (await rig.http.get("/v1/models")).status_code == 200
         assert (await rig.http.get("/v1/models/")).json() == (await rig.http.get("/v1/models")).json()
+
+
+async def test_a_client_says_how_long_it_waits() -> None:
+    async with deployed(ScriptedEngine(reply=lambda submit, choice: [1] * 3000, step_s=0.02)) as rig:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000}
+        waits = {TIMEOUT_HEADER: "300"}
+        late = await rig.http.post("/v1/chat/completions", json=body, headers=waits)
+        assert (late.status_code, late.json()["error"]["reason"]) == (504, "DEADLINE_EXCEEDED")
+        for bad in ("0", "-1", "1.5", "soon", "9" * 10, ""):
+            refused = await rig.http.get("/v1/models", headers={TIMEOUT_HEADER: bad})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, TIMEOUT_HEADER)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/nothing"])

@@ -34,6 +34,21 @@ async def test_embeddings_are_those_of_the_engine_in_order() -> None:
     assert {submit.pooling.task for submit in engine.submissions} == {"embed"}
 
 
+async def test_many_texts_in_tokens_are_taken_and_too_many_are_told_their_limit() -> None:
+    async with deployed(PoolingEngine(), tokenizer=PoolingTokenizer()) as stack:
+
+        async def ask(path: str, **body: Any) -> dict[str, Any]:
+            told: dict[str, Any] = (await stack.http.post(path, json={"model": "tiny", **body})).json()
+            return told
+
+        answer = await ask("/v1/embeddings", input=[[97] * 70] * 1000)
+        assert answer["usage"]["prompt_tokens"] == 70_000
+        error = (await ask("/v1/embeddings", input=["a"] * 100_000))["error"]
+        assert error["message"].startswith("input: 100000 inputs; the limit is 2048")
+        error = (await ask("/v1/rerank", query="q", documents=["a"] * 100_000))["error"]
+        assert error["message"].endswith("a request has at most 2048 texts")
+
+
 async def test_instructions_and_cuts_are_the_models_unless_asked_otherwise() -> None:
     tokenizer = PoolingTokenizer(
         prompts={"query": "Q: ", "plain": "P: "}, default_prompt="plain", max_tokens=9, truncates=True

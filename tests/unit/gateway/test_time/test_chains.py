@@ -17,6 +17,7 @@ from millrace.engine.v1 import engine_pb2
 from contract.errors import MillraceError, Reason
 from gateway.test_time.chains import CritiqueRevise, Escalate, settled_by
 from gateway.test_time.strategies import Concluded, Event, Grown, Rated, Sample, replay
+from gateway.test_time.stream import DeliberateStream
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
@@ -33,9 +34,11 @@ from tests.unit.gateway.test_time.test_stream import (
     said,
     saying,
     settled,
+    streams,
     with_deadline,
 )
 
+__all__ = ["streams"]
 LONG = "xyz and many more tokens than there are in one window"
 TWO: dict[str, Any] = {**TIER, "served": {"models": {"tiny": {"path": "t"}, "big": {"path": "b"}}}}
 UP = {"strategy": "escalate", "model": "big"}
@@ -193,6 +196,34 @@ async def test_a_doubted_draft_goes_on_where_the_larger_model_does_not_answer() 
     again = first.submissions[1]
     assert bytes(again.output_token_ids).decode() == LONG[: told["samples"][0]["completion_tokens"]]
     assert usage["completion_tokens"] == len(LONG) + 1
+
+
+async def test_a_doubted_draft_goes_on_where_the_budget_has_no_room_for_the_larger_model(
+    streams: list[DeliberateStream],
+) -> None:
+    first, larger = pair(LONG, "it is 7", step_s=0.002)
+    async with deployed(first, larger, tables=TWO) as stack:
+        text, usage = said(CHAT, await ask(stack, **UP, budget_tokens=60))
+        await settled(stack)
+    told = usage["test_time"]
+    assert (text, told["ended_by"], told["completion_tokens"]) == (LONG, "budget", len(LONG) + 1)
+    assert not larger.submissions
+    (stream,) = streams
+    assert stream.steps == replay(Escalate(0.8, rates=False), stream.events)
+
+
+@pytest.mark.parametrize("max_tokens", [16, 20])
+async def test_a_draft_that_its_limit_cut_does_not_go_on_beyond_it(max_tokens: int) -> None:
+    # Doubted with its last token, by which the window is full, or cut before a check could find anything.
+    scorer = {} if max_tokens == 16 else {"scorer": {"type": "number"}}
+    first, larger = pair(LONG, "it is 7")
+    larger.refusal = MillraceError(Reason.QUEUE_LIMIT_EXCEEDED, "too much waits", retry_after_s=7.0)
+    async with deployed(first, larger, tables=TWO) as stack:
+        test_time = {**UP, **scorer, "on_failure": "answer"}
+        body = {**BODIES[CHAT], "max_tokens": max_tokens, "test_time": test_time}
+        text, usage = said(CHAT, await stack.http.post(CHAT, json=body))
+    assert (text, usage["completion_tokens"]) == (LONG[:max_tokens], max_tokens)
+    assert len(first.submissions) == 1
 
 
 @pytest.mark.parametrize("on_failure", ["refuse", "answer"])

@@ -149,6 +149,18 @@ async def test_deadline_and_budget_give_what_has_come_furthest() -> None:
     assert told["completion_tokens"] <= 66
 
 
+async def test_a_budget_with_room_for_one_answer_gives_one(streams: list[DeliberateStream]) -> None:
+    one_way = {"": (f"a\n{REST}",), "a\n": (f"b\n{REST}",), "a\nb\n": ("is 7",)}
+    async with deployed(ScriptedEngine(reply=tree(one_way)), tables=TIER) as stack:
+        text, usage = said(CHAT, await ask(stack, **SEARCH, budget_tokens=61))
+        await settled(stack)
+    told = usage["test_time"]
+    assert (text, told["ended_by"]) == ("a\nb\nis 7", "budget")
+    assert told["completion_tokens"] <= 61
+    (stream,) = streams
+    assert stream.steps == replay(strategy_of(stream._plan.ask, None), stream.events)
+
+
 async def test_who_leaves_in_the_middle_frees_every_step() -> None:
     def reply(submit: engine_pb2.Submit, choice: int) -> list[int]:
         return [*submit.output_token_ids, *encode("on\n"), *encode("x" * 100)]

@@ -17,6 +17,7 @@ from millrace.engine.v1 import engine_pb2
 from sqlalchemy import select
 
 from contract.errors import MillraceError, Reason
+from gateway.auth.authorizer import TIMEOUT_HEADER
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.test_time import deliberations
 from gateway.test_time.deliberations import strategy_of
@@ -384,7 +385,7 @@ async def test_a_deadline_gives_the_best_answer_so_far() -> None:
     engine = ScriptedEngine(reply=reply, step_s=0.02)
     async with deployed(engine, tables=TIER) as stack:
         body = {**BODIES[CHAT], "max_tokens": 3000, "test_time": {"strategy": "best_of", "samples": 3}}
-        headers = {CONTEXT_HEADER: with_deadline(1.0)}
+        headers = {TIMEOUT_HEADER: "1000"}
         text, usage = said(CHAT, await stack.http.post(CHAT, json=body, headers=headers))
         await settled(stack)
     assert text == "done"

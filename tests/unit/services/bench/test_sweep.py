@@ -172,7 +172,7 @@ def test_the_picture_is_well_formed_loads_nothing_and_marks_what_was_missed() ->
 
 
 @contextmanager
-def one_at_a_time(service_s: float) -> Iterator[str]:
+def one_at_a_time(service_s: float, status: bytes = b"200 OK") -> Iterator[str]:
     """A server that answers one request after another, each in this time; its address."""
     ready, stop = Event(), Event()
     address: list[str] = []
@@ -181,7 +181,7 @@ def one_at_a_time(service_s: float) -> Iterator[str]:
         turn = asyncio.Lock()
         event = 'data: {"choices": [{"text": "x"}]}\n\n'
         stream = (event * 2 + "data: [DONE]\n\n").encode()
-        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(stream)
+        head = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n" % (status, len(stream))
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while True:
@@ -235,6 +235,13 @@ def test_a_server_with_a_capacity_is_measured_until_it_misses(tmp_path: Path) ->
     assert sweep["kept_rate"] is None or sweep["kept_rate"] < sweep["missed_rate"]
     assert "missed: TTFT p99" in said
     assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+
+
+def test_what_a_server_refuses_at_any_rate_is_no_rate_that_is_missed() -> None:
+    with one_at_a_time(0.0, b"404 Not Found") as url:
+        status, said = swept(*("--url", url, "--model", "nobody", "--ttft-p99-ms", "500", "--lowest", "200"))
+    assert (status, "no request is answered, at whatever rate: data:" in said) == (2, True), said
+    assert "missed" not in said
 
 
 @pytest.mark.parametrize(
