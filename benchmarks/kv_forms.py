@@ -23,7 +23,7 @@ from benchmarks.engine.report import Row, options, publish
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from engine.config import CacheConfig, EngineConfig
 from engine.model.families import read_spec
-from engine.model.plan import kv_bytes_per_token
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput

@@ -62,6 +62,8 @@ COMMANDS = {
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",
     "kv_forms_smollm2": "kv_forms --checkpoint smollm2-135m --contexts 2048 8192 --steps 8 --rounds 2",
+    "kv_layers_smollm2": "kv_layers",
+    "kept_needles": "kept_needles --repeats 12",
     "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "quality_forms": "quality_forms",

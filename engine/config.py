@@ -65,6 +65,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     overlap: Literal["auto", "on", "off"] = "auto"
 
 
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4"]
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.cache]`: the paged KV cache."""
 
@@ -75,7 +78,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Part of the device's memory that the engine may use.
     memory_fraction: float = 0.85
     # Element type of keys and values; "auto" is the model's.
-    kv_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4"] = "auto"
+    kv_dtype: KvDtype = "auto"
+    # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. A few
+    # layers lose most of what four bits lose. What drafts has `kv_dtype` alone.
+    kv_dtype_layers: dict[str, KvDtype] = {}
     prefix_caching: bool = True
     # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.
     host_bytes: int = 0
@@ -453,6 +459,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("cache.disk_path", self.cache.disk_path, f"set {theirs}.kv_transfer_config"),
             ("cache.forgotten_bytes", self.cache.forgotten_bytes, "set it to 0: its answers forget nothing"),
             ("cache.kv_dtype", self.cache.kv_dtype != "auto", f"set {theirs}.kv_cache_dtype"),
+            (
+                "cache.kv_dtype_layers",
+                bool(self.cache.kv_dtype_layers),
+                f"set {theirs}.kv_cache_dtype_skip_layers",
+            ),
         ):
             if is_set:
                 raise ConfigError(f'engine.{key}: not known to make = "vllm"; {remedy}')

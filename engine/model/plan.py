@@ -24,7 +24,6 @@ the plan is made again with the numbers found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -37,6 +36,7 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
+from engine.model.kv_memory import check_kv_dtype, forgotten_block_bytes, kv_bytes_per_token, kv_dtypes_of
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
@@ -61,10 +61,6 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bits of an element of keys and values that are quantized: with one float32 scale for each of both and head.
-QUANTIZED_KV_BITS = {"int8": 8, "fp8": 8, "int4": 4}
-# What vectors of four bits are a multiple of (kernels/paged_cache/four_bits).
-INT4_GROUP = 8
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 HEADROOM_FRACTION = 0.05
 # On a CPU, models up to this size are served in float32: no slower there, and equal to the float32 oracle.
@@ -146,8 +142,18 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_dtype(self) -> str:
-        """Element type of keys and values."""
+        """Element type of keys and values of what drafts, and of layers that have no other one."""
         return self.dtype if self.config.cache.kv_dtype == "auto" else self.config.cache.kv_dtype
+
+    @property
+    def whole_kv_dtypes(self) -> tuple[str, ...]:
+        """That of each layer of the whole model. Raises ConfigError for one that a layer cannot have."""
+        return kv_dtypes_of(self.whole, self.config.cache, self.dtype)
+
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """That of each layer of `spec`. Raises ConfigError likewise."""
+        return self.shard.of_layers(self.whole_kv_dtypes)
 
     @property
     def max_model_len(self) -> int:
@@ -203,36 +209,6 @@ def packs_codes(config: EngineConfig, device: str) -> bool:
     return device == "cpu" and config.native != "off"
 
 
-def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None = None) -> int:
-    """Bytes that one token's keys and values take, over all layers (or those) that store some. Quantized ones
-    add two scales per head.
-    """
-    bits = QUANTIZED_KV_BITS.get(kv_dtype) or 8 * DTYPE_BYTES[kv_dtype]
-    scales = 8 if kv_dtype in QUANTIZED_KV_BITS else 0
-    shapes = map(spec.cache_shape, range(spec.num_layers) if layers is None else layers)
-    return sum(shape.elements * bits // 8 + shape.num_heads * scales for shape in shapes if shape is not None)
-
-
-def why_not_kv_dtype(spec: ModelSpec, kv_dtype: str) -> str:
-    """Why a form does not hold a model's keys and values; empty where it does."""
-    if kv_dtype != "int4":
-        return ""
-    if spec.latent is not None:
-        return "whose latent vectors, each key and value of all heads, need eight bits"
-    odd = {shape.key_dim for shape in spec.cache_shapes if shape.key_dim % INT4_GROUP}
-    return f"whose heads of {min(odd)} elements are no multiple of {INT4_GROUP}" if odd else ""
-
-
-def check_kv_dtype(spec: ModelSpec, kv_dtype: str) -> None:
-    """Raises ConfigError for keys and values that a form does not hold."""
-    refusal = why_not_kv_dtype(spec, kv_dtype)
-    if refusal:
-        raise ConfigError(
-            f"engine.cache.kv_dtype = {kv_dtype!r} does not go with {spec.architecture}, {refusal}; set it "
-            "to int8, fp8 or auto"
-        )
-
-
 def workspace_bytes(given: PlanInput) -> int:
     """Largest simultaneous activations of one step."""
     spec, scheduler = given.spec, given.config.scheduler
@@ -268,7 +244,7 @@ def _scratch_bytes(given: PlanInput) -> int:
     branches = branch_shape(given.config)
     if branches is None:
         return 0
-    per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtype)
+    per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtypes)
     return branches.num_scratch_blocks * per_block
 
 
@@ -332,7 +308,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     weights += _tied_head_bytes(given, float12=float12)
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
-    per_token = kv_bytes_per_token(spec, given.kv_dtype)
+    per_token = kv_bytes_per_token(spec, given.kv_dtypes)
     adapters = adapter_bytes(spec, given.config.adapters, DTYPE_BYTES[given.dtype])
     if given.measured_weights_bytes:
         weights = given.measured_weights_bytes - adapters
@@ -412,16 +388,6 @@ def _too_much(given: PlanInput, left: int) -> str:
     )
 
 
-def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
-    """What stays of the keys of a forgotten block (engine/runner/forgotten/keys): of each a byte an element
-    and a float32, of each channel two, of each head one.
-    """
-    if spec.latent is not None:
-        return 0
-    heads = (shape for shape in map(spec.cache_shape, range(spec.num_layers)) if shape is not None)
-    return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
-
-
 def _forgotten(given: PlanInput) -> str:
     size = given.config.cache.forgotten_bytes
     return f", forgotten keys {human(size)} (engine.cache.forgotten_bytes)" if size else ""
@@ -436,17 +402,17 @@ def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
 
 
 def _check_cache(given: PlanInput) -> None:
-    """Raises ConfigError for blocks, or a form of keys and values, that this model cannot have."""
+    """Raises ConfigError for blocks, or a type of a draft's keys and values, that there cannot be."""
     size = given.config.cache.block_size
     if LARGEST_BLOCK % size:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
-    for each in (given.spec, *([given.draft.spec] if given.draft is not None else [])):
-        check_kv_dtype(each, given.kv_dtype)
+    if given.draft is not None:
+        check_kv_dtype(given.draft.spec, given.kv_dtype)
 
 
 def window_room_of(given: PlanInput) -> WindowRoom:
     """What layers with a window need, where others have none."""
-    sliding = kv_bytes_per_token(given.spec, given.kv_dtype, given.spec.sliding_layers)
+    sliding = kv_bytes_per_token(given.spec, given.kv_dtypes, given.spec.sliding_layers)
     return window_room(
         given.spec,
         given.config,

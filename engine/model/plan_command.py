@@ -15,14 +15,13 @@ from checkpoint.files import find, is_gguf
 from engine.config import load
 from engine.model.device import choose_device
 from engine.model.families import read_spec
+from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares
 from engine.model.plan import (
     PlanInput,
     fullest,
     human,
-    kv_bytes_per_token,
     make_plan,
     plan_input,
-    why_not_kv_dtype,
     window_room_of,
 )
 from engine.model.shards import degrees_of
@@ -149,6 +148,7 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "quantization": quantization_of(given),
         "weight_forms": msgspec.to_builtins(given.forms),
         "kv_dtype": given.kv_dtype,
+        "kv_shares": msgspec.to_builtins(_kv_shares(given)),
     }
 
 
@@ -188,13 +188,34 @@ def _ranks(given: PlanInput, model: ModelConfig) -> str:
 
 def _in_other_forms(given: PlanInput) -> str:
     """How many times the tokens other values of kv_dtype would hold; empty where there is no smaller one."""
-    taken = kv_bytes_per_token(given.spec, given.kv_dtype)
+    taken, replace = kv_bytes_per_token(given.spec, given.kv_dtypes), msgspec.structs.replace
     found = []
     for name in ("int8", "int4"):
-        times = taken / max(1, kv_bytes_per_token(given.spec, name))
-        if times > 1 and not why_not_kv_dtype(given.spec, name):
+        config = replace(given.config, cache=replace(given.config.cache, kv_dtype=name))
+        try:
+            other = replace(given, config=config).kv_dtypes
+        except ConfigError:
+            continue
+        times = taken / max(1, kv_bytes_per_token(given.spec, other))
+        if times > 1:
             found.append(f"{name} {times:.1f}")
     return f"; times as many with engine.cache.kv_dtype: {', '.join(found)}" if found else ""
+
+
+def _kv_shares(given: PlanInput) -> list[KvShare]:
+    """What each type of keys and values takes, its layers numbered as the whole model's."""
+    own = given.shard.layers
+    return kv_shares(given.spec, given.kv_dtypes, 0 if own is None else own.start)
+
+
+def _kv_mix(given: PlanInput) -> str:
+    """The type of keys and values; where layers differ, each one's bytes and layers."""
+    shares = _kv_shares(given)
+    if len(shares) < 2:
+        # A model of states alone keeps none.
+        return shares[0].kv_dtype if shares else given.kv_dtype
+    each = (f"{human(share.bytes_per_token)} {share.kv_dtype} in layers {share.layers}" for share in shares)
+    return ", ".join(each)
 
 
 def decoding_blocks(given: PlanInput, plan: MemoryPlan) -> int:
@@ -307,7 +328,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             "KV cache",
             plan.kv_cache_bytes,
             f"{plan.num_blocks} blocks of {plan.block_size} = {plan.capacity_tokens} tokens of "
-            f"{human(plan.kv_bytes_per_token)} ({given.kv_dtype}); "
+            f"{human(plan.kv_bytes_per_token)} ({_kv_mix(given)}); "
             f"{num_sequences(plan):.1f} sequences of {plan.max_model_len} tokens"
             + _behind_window(given, plan)
             + _in_other_forms(given),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -37,6 +37,8 @@ _HEAD = "lm_head.weight"
 _EXPERTS = re.compile(r"\.experts\.(?:(\d+)\.)?")
 _LAYERS = re.compile(r"^model\.layers\.(\d+)(?=\.)")
 _EMBEDDING = "model.embed_tokens.weight"
+
+Value = TypeVar("Value")
 
 
 class TensorPart(NamedTuple):
@@ -76,6 +78,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         """The layers of the whole model that the rank has, or parts of which; None where that is all."""
         stage = self.degrees.stage_of(self.rank)
         return range(*self.cuts[stage : stage + 2]) if self.cuts else None
+
+    def of_layers(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        """Of values for each layer of the whole model, those of the rank's."""
+        layers = self.layers
+        return values if layers is None else values[layers.start : layers.stop]
 
     @property
     def size(self) -> int:

@@ -114,7 +114,7 @@ def build(
         "device": device,
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
-    storage = _storage(given, plan, storage_options, group)
+    storage = _storage(given, plan, storage_options | {"kv_dtype": given.kv_dtypes}, group)
     draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)

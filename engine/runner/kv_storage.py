@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.kv_memory import KvDtypes, by_layer
 from engine.model.spec import ModelSpec
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import SchedulerOutput
@@ -138,7 +139,7 @@ class KvStorage:
         *,
         num_blocks: int,
         block_size: int,
-        kv_dtype: str,
+        kv_dtype: KvDtypes,
         device: Device,
         host_blocks: int = 0,
         host_states: int = 0,
@@ -169,9 +170,9 @@ class KvStorage:
         self._tensors: list[Any] = []
         self._window_tensors: list[Any] = []
         self._states: list[Any] = []
-        for index in range(spec.num_layers):
+        for index, own in enumerate(by_layer(kv_dtype, spec.num_layers)):
             source = spec.cache_source(index)
-            self.layers.append(self.layers[source] if source != index else self._layer(spec, index, kv_dtype))
+            self.layers.append(self.layers[source] if source != index else self._layer(spec, index, own))
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)

@@ -87,7 +87,7 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
         model.spec,
         num_blocks=1,
         block_size=size,
-        kv_dtype=given.kv_dtype,
+        kv_dtype=given.kv_dtypes,
         device=device,
         host_blocks=0,
         num_states=1,

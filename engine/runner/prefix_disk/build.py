@@ -12,6 +12,7 @@ import msgspec
 
 from checkpoint.files import find, is_gguf
 from engine.config import CacheConfig, EngineConfig
+from engine.model.kv_memory import chosen_kv_dtypes
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.runner.prefix_disk.entries import EntryFiles
 from engine.runner.prefix_disk.tier import DiskTier
@@ -121,7 +122,7 @@ def fingerprint(
         # Tables of rotary angles may depend on it.
         "max_model_len": memory.max_model_len,
         "facts": (facts.dtype, facts.attention_backend, facts.level, facts.device.partition(":")[0]),
-        "kv_dtype": config.cache.kv_dtype,
+        "kv_dtypes": chosen_kv_dtypes(config.cache, facts.num_layers, facts.dtype),
         "quantize": (config.quantize, msgspec.to_builtins(config.quantization)),
         "key": blake2b(key, digest_size=16).hexdigest() if key else "",
     }

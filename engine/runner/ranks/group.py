@@ -87,11 +87,11 @@ class RankGroup:
     def __init__(self, given: PlanInput, plan: MemoryPlan, on_lost: Callable[[str], None]) -> None:
         self._shape = ranks_shape(given, plan)
         self._whole = given.whole
-        self._storage = {
+        self._storage: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
             "block_size": plan.block_size,
-            "kv_dtype": given.kv_dtype,
         }
+        self._kv_dtypes = given.whole_kv_dtypes
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -108,10 +108,9 @@ class RankGroup:
             for rank in range(1, self._shape.num_ranks):
                 connection = self._spawn(memory)
                 own = self._request(request, rank)
+                storage = self._storage | {"kv_dtype": own.shard.of_layers(self._kv_dtypes)}
                 connection.send(
-                    RankTask(
-                        rank=rank, level=library.level, request=own, shape=self._shape, storage=self._storage
-                    )
+                    RankTask(rank=rank, level=library.level, request=own, shape=self._shape, storage=storage)
                 )
             self._ranks = Ranks(library, self._shape, 0, memory)
         except OSError as error:

@@ -184,9 +184,13 @@ def test_fp8_checkpoints_stay_fp8(tmp_path: Path, blocked: bool, hidden: int) ->
     assert 0 < error < 0.04
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
-def test_quantized_caches(tmp_path: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    "cache",
+    [{"kv_dtype": "fp8"}, {"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}}],
+    ids=["fp8", "mixed"],
+)
+def test_quantized_caches(tmp_path: Path, cache: dict[str, object]) -> None:
     make_checkpoint(tmp_path, "llama", head_dim=16)
-    options = {"cache": {"kv_dtype": kv_dtype}}
+    options = {"cache": cache}
     expected = tokens(tmp_path, TORCH, attention_backend="torch", **options)
     assert tokens(tmp_path, TRITON, attention_backend="triton", **options) == expected

@@ -24,6 +24,11 @@ def test_the_defaults_are_valid() -> None:
         ({"scheduler": {"max_preemptions": 0}}, "max_preemptions"),
         ({"cache": {"block_size": 0}}, "cache.block_size"),
         ({"cache": {"kv_dtype": "int3"}}, "kv_dtype"),
+        ({"cache": {"kv_dtype_layers": {"0": "int3"}}}, r"kv_dtype_layers.*expected one of auto, .*int4"),
+        (
+            {"make": "vllm", "cache": {"kv_dtype_layers": {"0": "int8"}}},
+            r"cache\.kv_dtype_layers: .*kv_cache_dtype_skip_layers",
+        ),
         ({"simulation": {"first_token_id": 5000}}, "first_token_id"),
         ({"dtype": "float64"}, "dtype"),
     ],

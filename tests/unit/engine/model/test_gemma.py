@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CacheConfig, EngineConfig
 from engine.model.families import read_spec
-from engine.model.plan import kv_bytes_per_token, make_plan, plan_input
+from engine.model.kv_memory import kv_bytes_per_token
+from engine.model.plan import make_plan, plan_input
 from engine.model.spec import CheckpointError
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner

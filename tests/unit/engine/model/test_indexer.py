@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.model.families import read_spec
-from engine.model.plan import kv_bytes_per_token
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.spec import CheckpointError
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy

@@ -14,12 +14,12 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
 from engine.model.families import read_spec
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
     PlanInput,
     choose_dtype,
-    kv_bytes_per_token,
     make_plan,
     plan_input,
 )

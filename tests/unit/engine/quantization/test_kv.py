@@ -24,9 +24,9 @@ COSTS = {"int8": 0.05, "fp8": 0.15, "int4": 0.3}
 BUNDLED_COSTS = {"int8": 0.002, "fp8": 0.005, "int4": 0.02}
 
 
-def scored(folder: Path, kind: str, native: str, prompt: list[int]) -> list[float]:
+def scored(folder: Path, native: str, prompt: list[int], cache: dict[str, object]) -> list[float]:
     """Log-probabilities of a prompt's tokens, which are the same whatever is beside it."""
-    with closing(open_runner(folder, native=native, cache={"kv_dtype": kind})) as runner:
+    with closing(open_runner(folder, native=native, cache=cache)) as runner:
         assert isinstance(runner.model, NativeDecoder) == (native == "required")
         (alone,) = Driver(runner).run([Job(prompt, sampling=SCORING)])
         others = [Job(prompt_of(size, 199, seed=size)) for size in (3, 30, 70)]
@@ -60,7 +60,7 @@ def test_outputs_stay_near(
         pytest.skip("refused, as test_plan shows")
     make_checkpoint(tmp_path, model_type, **changes)
     prompt = prompt_of(40, 199)
-    exact, found = (scored(tmp_path, each, native, prompt) for each in ("float32", kind))
+    exact, found = (scored(tmp_path, native, prompt, {"kv_dtype": each}) for each in ("float32", kind))
     assert 0 < mean_difference(exact, found) < COSTS[kind]
 
 
@@ -69,7 +69,7 @@ def test_native_kernels_read_what_torch_reads(kind: str, tmp_path: Path) -> None
     """Few elements are between two levels, and rounded to either."""
     make_checkpoint(tmp_path, "llama", head_dim=16)
     prompt = prompt_of(60, 199)
-    ours, theirs = (scored(tmp_path, kind, native, prompt) for native in ("required", "off"))
+    ours, theirs = (scored(tmp_path, native, prompt, {"kv_dtype": kind}) for native in ("required", "off"))
     assert mean_difference(ours, theirs) < COSTS[kind] / 5
 
 

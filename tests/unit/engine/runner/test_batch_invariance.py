@@ -19,12 +19,14 @@ PENALIZED = SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, repeti
 KINDS = [GREEDY, SEEDED, PENALIZED]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8 cache", "int4 cache"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8 cache", "mixed cache"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     folder = tmp_path_factory.mktemp("qwen3")
     make_checkpoint(folder, "qwen3", head_dim=24, max_position_embeddings=1024)
-    if request.param.endswith("cache"):
-        runner = open_runner(folder, cache={"kv_dtype": request.param.split()[0]})
+    if request.param == "int8 cache":
+        runner = open_runner(folder, cache={"kv_dtype": "int8"})
+    elif request.param == "mixed cache":
+        runner = open_runner(folder, cache={"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}})
     else:
         runner = open_runner(folder, dtype=request.param)
     yield runner

@@ -356,8 +356,8 @@ def test_answers_that_forget_look_at_the_same_blocks(
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
     target_folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
-    """Also those of a head itself, and of branches."""
-    cache = {"kv_dtype": kind}
+    """Also those of a head itself, and of branches; of a layer that keeps the model's own, too."""
+    cache = {"kv_dtype": kind, "kv_dtype_layers": {"0": "auto"}}
     with opened(target_folder, None, cache=cache) as plain:
         for method in ("eagle3", "lookahead", "eagle3 tree"):
             with opened(target_folder, speculation_of(method, trained_head), cache=cache) as drafting:

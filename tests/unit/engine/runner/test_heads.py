@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.model.eagle3 import HeadRooms, read_head_spec
 from engine.model.forward_batch import ForwardBatch
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.native_decoder import NativeDecoder
-from engine.model.plan import kv_bytes_per_token, make_plan, plan_input, weights_bytes
+from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.head import HeadDrafter
 from engine.types import SamplingParams

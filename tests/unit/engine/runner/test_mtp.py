@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, SpeculationConfig
 from engine.model.eagle3 import HeadRooms
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.mtp import MTP, read_trained_predictor
-from engine.model.plan import kv_bytes_per_token, make_plan, plan_input, weights_bytes
+from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.runner.speculation.head import HeadDrafter
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError

@@ -17,8 +17,9 @@ import transformers
 from engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from engine.model.draft_tree import LIKELIEST, DraftTree
 from engine.model.eagle3 import HeadRooms
+from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.native_decoder import NativeDecoder
-from engine.model.plan import kv_bytes_per_token, make_plan, num_logit_rows, plan_input
+from engine.model.plan import make_plan, num_logit_rows, plan_input
 from engine.runner import branch_draws
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable

@@ -14,7 +14,8 @@ import transformers
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.model.families import read_spec
-from engine.model.plan import kv_bytes_per_token, make_plan, plan_input, window_room_of
+from engine.model.kv_memory import kv_bytes_per_token
+from engine.model.plan import make_plan, plan_input, window_room_of
 from engine.runner.build import build_here
 from engine.runner.kv_storage import KvStorage
 from engine.runner.runner import ModelRunner

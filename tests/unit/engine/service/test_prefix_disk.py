@@ -60,10 +60,11 @@ async def until(engine: Engine, event: str, number: float) -> None:
 
 
 async def test_an_engine_that_starts_again_finds_the_prefix(tmp_path: Path) -> None:
-    async with start_engine(BASE, **settings(tmp_path)) as engine:
+    asked = settings(tmp_path, cache__kv_dtype="int4", cache__kv_dtype_layers='{"0" = "int8"}')
+    async with start_engine(BASE, **asked) as engine:
         expected, cached = await ask(engine)
         assert cached == 0
-    async with start_engine(BASE, **settings(tmp_path)) as engine:
+    async with start_engine(BASE, **asked) as engine:
         assert await ask(engine) == (expected, NUM_CACHED)
         await until(engine, "read", NUM_CACHED / 16)
         # Another tenant's salt finds nothing, and gets the same answer.

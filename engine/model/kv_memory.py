@@ -1,0 +1,157 @@
+"""What keys and values are held as, layer by layer, and how many bytes they take. No torch.
+
+A few layers lose most of what four bits lose (KVTuner, arXiv 2502.04420), so `engine.cache.kv_dtype_layers`
+gives layers by number another type than `engine.cache.kv_dtype`. The plan, the cache (runner/kv_storage) and
+the fingerprint of blocks that engines exchange (runner/prefix_disk/build) take the choice from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import msgspec
+
+from engine.config import CacheConfig
+from engine.model.spec import ModelSpec
+from kernels.paged_cache.host import SCALED
+from runtime.errors import ConfigError
+
+# Bits of an element; those that are SCALED have one float32 scale beside each key, value and head.
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4}
+# What vectors of four bits are a multiple of (kernels/paged_cache/four_bits).
+INT4_GROUP = 8
+_KEY = "engine.cache.kv_dtype_layers"
+_LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+
+# One type for all layers of a model, or that of each.
+KvDtypes = str | Sequence[str]
+
+
+class KvShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What the layers of one type take of a token's bytes."""
+
+    kv_dtype: str
+    # "0-1, 29".
+    layers: str
+    bytes_per_token: int
+
+
+def by_layer(kv_dtypes: KvDtypes, num_layers: int) -> Sequence[str]:
+    """The type of each layer."""
+    return (kv_dtypes,) * num_layers if isinstance(kv_dtypes, str) else kv_dtypes
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_dtypes: KvDtypes, layers: Iterable[int] | None = None) -> int:
+    """Bytes that one token's keys and values take, over all layers (or those) that store some. Quantized ones
+    add two scales per head.
+    """
+    types, total = by_layer(kv_dtypes, spec.num_layers), 0
+    for layer in range(spec.num_layers) if layers is None else layers:
+        shape, kv_dtype = spec.cache_shape(layer), types[layer]
+        if shape is not None:
+            total += shape.elements * KV_BITS[kv_dtype] // 8
+            total += 8 * shape.num_heads if kv_dtype in SCALED else 0
+    return total
+
+
+def kv_shares(spec: ModelSpec, kv_dtypes: Sequence[str], first_layer: int = 0) -> list[KvShare]:
+    """The types in use, each with its layers, which count from `first_layer`, and their bytes."""
+    stored = [layer for layer in range(spec.num_layers) if spec.cache_shape(layer) is not None]
+    shares = []
+    for kv_dtype in dict.fromkeys(kv_dtypes[layer] for layer in stored):
+        layers = [layer for layer in stored if kv_dtypes[layer] == kv_dtype]
+        taken = kv_bytes_per_token(spec, kv_dtypes, layers)
+        runs = _runs(first_layer + layer for layer in layers)
+        shares.append(KvShare(kv_dtype=kv_dtype, layers=", ".join(runs), bytes_per_token=taken))
+    return shares
+
+
+def _runs(layers: Iterable[int]) -> Iterator[str]:
+    """Ascending numbers, as they are configured."""
+    for _, pairs in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        run = [layer for _, layer in pairs]
+        yield str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def chosen_kv_dtypes(cache: CacheConfig, num_layers: int, dtype: str) -> tuple[str, ...]:
+    """The type of each layer of a model that is served in `dtype`. Raises ConfigError for layers that are
+    none, or named twice.
+    """
+    found: list[str] = [cache.kv_dtype] * num_layers
+    for _, layers, kv_dtype in _choices(cache, num_layers):
+        found[layers.start : layers.stop] = [kv_dtype] * len(layers)
+    return tuple(dtype if each == "auto" else each for each in found)
+
+
+def _choices(cache: CacheConfig, num_layers: int) -> Iterator[tuple[str, range, str]]:
+    """Each entry: as it is written, the layers that it means, and their type."""
+    taken: dict[int, str] = {}
+    for text, kv_dtype in cache.kv_dtype_layers.items():
+        match = _LAYERS.fullmatch(text)
+        layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not layers:
+            raise ConfigError(f'{_KEY}: {text!r} is no layer; write one as "29", and several as "0-1"')
+        if layers[-1] >= num_layers:
+            raise ConfigError(
+                f"{_KEY}: {text!r}: the model has layers 0 to {num_layers - 1}; name some of these"
+            )
+        for layer in layers:
+            if layer in taken:
+                raise ConfigError(
+                    f"{_KEY}: {taken[layer]!r} and {text!r} both name layer {layer}; leave it to one of them"
+                )
+            taken[layer] = text
+        yield text, layers, kv_dtype
+
+
+def kv_dtypes_of(spec: ModelSpec, cache: CacheConfig, dtype: str) -> tuple[str, ...]:
+    """The same, of a model. Raises ConfigError for what its layers do not hold as well."""
+    found, others = chosen_kv_dtypes(cache, spec.num_layers, dtype), set(range(spec.num_layers))
+    for text, layers, kv_dtype in _choices(cache, spec.num_layers):
+        for layer in layers:
+            if refusal := _why_no_choice(spec, layer):
+                raise ConfigError(f"{_KEY}: {text!r}: layer {layer} of {spec.architecture} {refusal}")
+        others.difference_update(layers)
+        _check(spec, kv_dtype, layers, f"{_KEY}: {text!r}")
+    check_kv_dtype(spec, cache.kv_dtype, others)
+    return found
+
+
+def _why_no_choice(spec: ModelSpec, layer: int) -> str:
+    """Why a layer has no type of its own; empty where it has one."""
+    if layer not in spec.attending:
+        return "keeps no keys and values; leave it out"
+    source = spec.cache_source(layer)
+    return "" if source == layer else f"reads the keys and values of layer {source}; name that one"
+
+
+def check_kv_dtype(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None = None) -> None:
+    """Raises ConfigError for keys and values, of all layers or those, that a type does not hold."""
+    _check(spec, kv_dtype, range(spec.num_layers) if layers is None else layers, "engine.cache.kv_dtype")
+
+
+def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> None:
+    shapes = [shape for shape in map(spec.cache_shape, layers) if shape is not None]
+    if kv_dtype != "int4" or not shapes:
+        return
+    refusal = "whose latent vectors, each key and value of all heads, need eight bits"
+    if spec.latent is None:
+        odd = [shape.key_dim for shape in shapes if shape.key_dim % INT4_GROUP]
+        if not odd:
+            return
+        refusal = f"whose heads of {min(odd)} elements are no multiple of {INT4_GROUP}"
+    raise ConfigError(
+        f"{key} = {kv_dtype!r} does not go with {spec.architecture}, {refusal}; set it to int8, fp8 or auto"
+    )
+
+
+def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """What stays of the keys of a forgotten block (engine/runner/forgotten/keys): of each a byte an element
+    and a float32, of each channel two, of each head one.
+    """
+    if spec.latent is not None:
+        return 0
+    heads = (shape for shape in map(spec.cache_shape, range(spec.num_layers)) if shape is not None)
+    return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
