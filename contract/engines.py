@@ -83,6 +83,12 @@ class EngineLoad(msgspec.Struct, frozen=True):
     decode_tokens_per_s: float = 0.0
     oldest_wait_s: float = 0.0
     draining: bool = False
+    # Since the engine started: prompt tokens that were looked up and found, and preemptions.
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    # Median of the latest steps; 0 before the first.
+    step_p50_s: float = 0.0
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):

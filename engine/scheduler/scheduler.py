@@ -331,6 +331,10 @@ class Scheduler:
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
             decode_tokens_per_s=speed.decode_tokens_per_s,
             oldest_wait_s=now - oldest.request.arrival_s if oldest else 0.0,
+            prefix_queried_tokens=state.totals.prefix_queried_tokens,
+            prefix_hit_tokens=state.totals.prefix_hit_tokens,
+            num_preemptions=state.totals.num_preemptions,
+            step_p50_s=self._results.step_p50_s,
             counters=state.totals,
         )
 

@@ -92,6 +92,12 @@ class EngineCard(Struct, frozen=True, kw_only=True):
     kv_usage: float | None
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    # Median of its latest steps; null before the first.
+    step_p50_s: float | None
+    # Since it was started.
+    prefix_queried_tokens: Natural
+    prefix_hit_tokens: Natural
+    num_preemptions: Natural
 
 
 class DeploymentStatus(Struct, frozen=True, kw_only=True):

@@ -89,4 +89,8 @@ def _engine(attachment: Attachment) -> EngineCard:
         kv_usage=used / load.num_total_blocks if load.num_total_blocks else None,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_tokens_per_s=load.decode_tokens_per_s,
+        step_p50_s=load.step_p50_s or None,
+        prefix_queried_tokens=load.prefix_queried_tokens,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        num_preemptions=load.num_preemptions,
     )

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.e2e.browser import CHROMIUM, Page, browser
-from tests.e2e.stack import CONFIG, Stack, running_stack
+from tests.e2e.stack import CONFIG, Stack, eventually, running_stack
 from tests.e2e.streaming import PACE
 
 pytestmark = pytest.mark.skipif(
@@ -255,6 +255,11 @@ def test_two_models_are_compared_blind_until_it_is_decided(page: Page, served: S
 def test_usage_and_operators_views_show_what_was_asked(page: Page, served: Stack) -> None:
     enter(page, served)
     say(page, "Count this.")
+    # A moment after the answer it is in the ledger's database, which the page asks once.
+    headers = {"headers": {"authorization": f"Bearer {served.state.api_key}"}}
+    asked = f"fetch('/v1/usage', {json.dumps(headers)}).then((each) => each.json())"
+    asked = f"{asked}.then((each) => each.data.length)"
+    assert eventually(lambda: page.run(asked) > 0)
     page.run("location.hash = '#usage'")
     page.wait("document.querySelector('#usage-table table') !== null")
     page.fill("#usage-by", "model")
@@ -263,6 +268,10 @@ def test_usage_and_operators_views_show_what_was_asked(page: Page, served: Stack
     page.wait("document.querySelectorAll('#now table').length === 2")
     assert "standard" in page.text("#now")
     assert "ready" in page.text("#now")
+    # The engine's own figures: its latest steps took some time. Its address is a head of the row.
+    engines = "document.querySelectorAll('#now table')[1]"
+    column = f"[...{engines}.querySelectorAll('th')].findIndex((each) => each.textContent === 'Step p50')"
+    page.wait(f"/[1-9]/.test({engines}.querySelectorAll('td')[{column} - 1].textContent)")
 
 
 def test_a_killed_gateway_leaves_the_answer_so_far_and_it_goes_on(page: Page, served: Stack) -> None:

@@ -43,7 +43,7 @@ const WORDS = {
     usage_title: "Usage of {tenant}", usage_since: "Since the first of this month (UTC).", by: "By", by_day: "day", by_model: "model", by_tier: "tier", by_key: "key", by_adapter: "adapter", by_path: "path", by_outcome: "outcome",
     requests: "Requests", prompt_computed: "Prompt, computed", prompt_cached: "Prompt, cached", completion: "Answers", cost_head: "Cost", sum: "Sum", no_ledger: "This deployment keeps no ledger.", nothing: "Nothing yet.",
     operators_title: "What runs now", requests_s: "Requests/s", tokens_s: "Tokens/s", active: "Active", waiting: "Waiting", refused_s: "Refused/s", good_s: "In time/s", cost_h: "Cost/h",
-    tiers: "Tiers", ttft_50: "First token p50", ttft_95: "First token p95", tpot_50: "Per token p50", met: "Targets met", engines: "Engines", engine: "Engine", state: "State", running: "Running", oldest: "Oldest wait", kv: "KV used", decode_s: "Decode tokens/s", prefill_s: "Prefill tokens/s",
+    tiers: "Tiers", ttft_50: "First token p50", ttft_95: "First token p95", tpot_50: "Per token p50", met: "Targets met", engines: "Engines", engine: "Engine", state: "State", running: "Running", oldest: "Oldest wait", kv: "KV used", hits: "Prefix hits", step_50: "Step p50", preempted_s: "Preempted/s", decode_s: "Decode tokens/s", prefill_s: "Prefill tokens/s",
     seen_from: "Seen from {gateways}. Rates are of the time between two looks; the worst gateway gives percentiles.", gathering: "The first figures come in two seconds.",
   },
   de: {
@@ -88,7 +88,7 @@ const WORDS = {
     usage_title: "Verbrauch von {tenant}", usage_since: "Seit dem Ersten dieses Monats (UTC).", by: "Nach", by_day: "Tag", by_model: "Modell", by_tier: "Stufe", by_key: "Schlüssel", by_adapter: "Adapter", by_path: "Pfad", by_outcome: "Ausgang",
     requests: "Anfragen", prompt_computed: "Eingabe, berechnet", prompt_cached: "Eingabe, aus dem Cache", completion: "Antworten", cost_head: "Kosten", sum: "Summe", no_ledger: "Diese Installation führt kein Buch.", nothing: "Noch nichts.",
     operators_title: "Was jetzt läuft", requests_s: "Anfragen/s", tokens_s: "Token/s", active: "Laufend", waiting: "Wartend", refused_s: "Abgelehnt/s", good_s: "Rechtzeitig/s", cost_h: "Kosten/h",
-    tiers: "Stufen", ttft_50: "Erstes Token p50", ttft_95: "Erstes Token p95", tpot_50: "Je Token p50", met: "Ziele erreicht", engines: "Engines", engine: "Engine", state: "Zustand", running: "Laufend", oldest: "Längstes Warten", kv: "KV belegt", decode_s: "Token/s (Decode)", prefill_s: "Token/s (Prefill)",
+    tiers: "Stufen", ttft_50: "Erstes Token p50", ttft_95: "Erstes Token p95", tpot_50: "Je Token p50", met: "Ziele erreicht", engines: "Engines", engine: "Engine", state: "Zustand", running: "Laufend", oldest: "Längstes Warten", kv: "KV belegt", hits: "Präfixtreffer", step_50: "Schritt p50", preempted_s: "Verdrängt/s", decode_s: "Token/s (Decode)", prefill_s: "Token/s (Prefill)",
     seen_from: "Gesehen von {gateways}. Raten gelten für die Zeit zwischen zwei Blicken; Perzentile sind die des schlechtesten Gateways.", gathering: "Die ersten Zahlen kommen in zwei Sekunden.",
   },
   es: {
@@ -133,7 +133,7 @@ const WORDS = {
     usage_title: "Uso de {tenant}", usage_since: "Desde el primer día de este mes (UTC).", by: "Por", by_day: "día", by_model: "modelo", by_tier: "nivel", by_key: "clave", by_adapter: "adaptador", by_path: "ruta", by_outcome: "resultado",
     requests: "Peticiones", prompt_computed: "Entrada calculada", prompt_cached: "Entrada en caché", completion: "Respuestas", cost_head: "Coste", sum: "Suma", no_ledger: "Esta instalación no lleva registro.", nothing: "Nada todavía.",
     operators_title: "Lo que funciona ahora", requests_s: "Peticiones/s", tokens_s: "Tokens/s", active: "Activas", waiting: "En espera", refused_s: "Rechazadas/s", good_s: "A tiempo/s", cost_h: "Coste/h",
-    tiers: "Niveles", ttft_50: "Primer token p50", ttft_95: "Primer token p95", tpot_50: "Por token p50", met: "Objetivos cumplidos", engines: "Motores", engine: "Motor", state: "Estado", running: "En curso", oldest: "Espera mayor", kv: "KV en uso", decode_s: "Tokens/s (decode)", prefill_s: "Tokens/s (prefill)",
+    tiers: "Niveles", ttft_50: "Primer token p50", ttft_95: "Primer token p95", tpot_50: "Por token p50", met: "Objetivos cumplidos", engines: "Motores", engine: "Motor", state: "Estado", running: "En curso", oldest: "Espera mayor", kv: "KV en uso", hits: "Aciertos de prefijo", step_50: "Paso p50", preempted_s: "Desalojadas/s", decode_s: "Tokens/s (decode)", prefill_s: "Tokens/s (prefill)",
     seen_from: "Visto desde {gateways}. Las tasas son del tiempo entre dos lecturas; los percentiles, del peor gateway.", gathering: "Las primeras cifras llegan en dos segundos.",
   },
 };

@@ -55,6 +55,17 @@ function tier_row(name, intervals) {
   return row;
 }
 
+/** Engines as they are now, with the share of prompt tokens that their caches had and preemptions a second. */
+export function engine_rows(before, after) {
+  return after.engines.map((now) => {
+    const then = before.engines.find((engine) => engine.address === now.address) ?? now;
+    const asked = increase(then.prefix_queried_tokens, now.prefix_queried_tokens);
+    const found = increase(then.prefix_hit_tokens, now.prefix_hit_tokens);
+    const preempted = increase(then.num_preemptions, now.num_preemptions) / seconds(before, after);
+    return { ...now, hits: asked ? found / asked : null, preempted };
+  });
+}
+
 /** Sums over tiers and engines. */
 export function summary(rows, engines) {
   const sum = (field) => rows.reduce((total, row) => total + row[field], 0);

@@ -9,7 +9,7 @@ const part = (name) => import(new URL(`../../../../gateway/ui/static/${name}.js`
 globalThis.sessionStorage = { getItem: () => null, setItem: () => {}, removeItem: () => {} };
 const { inline, parse, safe_url } = await part("markdown");
 const { interval, judge } = await part("sequential");
-const { percentile, tier_rows } = await part("rates");
+const { engine_rows, percentile, tier_rows } = await part("rates");
 const { LANGUAGES, words_of } = await part("i18n");
 const { exported, imported, items_of, messages_of, store } = await part("store");
 const { cost_of, parts_of } = await part("answer");
@@ -109,6 +109,15 @@ test("rates and percentiles are those of two readings", () => {
   // A restart counts from zero.
   assert.equal(row.tokens, 10);
   assert.equal(row.active, 3);
+});
+
+test("engines show what they counted between two readings", () => {
+  const engine = { address: "a", step_p50_s: 0.01, prefix_queried_tokens: 100, prefix_hit_tokens: 10, num_preemptions: 4 };
+  const now = { ...engine, prefix_queried_tokens: 200, prefix_hit_tokens: 60, num_preemptions: 5 };
+  const rows = engine_rows({ at_s: 1, engines: [engine] }, { at_s: 3, engines: [now, { ...engine, address: "b" }] });
+  assert.deepEqual([rows[0].hits, rows[0].preempted, rows[0].step_p50_s], [0.5, 0.5, 0.01]);
+  // One that was not there before has counted nothing since.
+  assert.deepEqual([rows[1].hits, rows[1].preempted], [null, 0]);
 });
 
 test("every language has every word, with the same places", () => {

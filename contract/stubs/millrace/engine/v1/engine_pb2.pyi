@@ -1010,6 +1010,10 @@ class EngineLoad(_message.Message):
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    STEP_P50_S_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     pending_prefill_tokens: _builtins.int
@@ -1022,6 +1026,12 @@ class EngineLoad(_message.Message):
     oldest_wait_s: _builtins.float
     """Age of the oldest waiting request, in seconds."""
     draining: _builtins.bool
+    prefix_queried_tokens: _builtins.int
+    """Since the engine started: prompt tokens looked up in the prefix cache and found there, and preemptions."""
+    prefix_hit_tokens: _builtins.int
+    num_preemptions: _builtins.int
+    step_p50_s: _builtins.float
+    """Median of the latest steps, in seconds; 0 before the first."""
     def __init__(
         self,
         *,
@@ -1034,10 +1044,14 @@ class EngineLoad(_message.Message):
         decode_tokens_per_s: _builtins.float = ...,
         oldest_wait_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        prefix_queried_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        step_p50_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "oldest_wait_s", b"oldest_wait_s", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "oldest_wait_s", b"oldest_wait_s", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_queried_tokens", b"prefix_queried_tokens", "step_p50_s", b"step_p50_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
