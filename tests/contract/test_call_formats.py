@@ -135,7 +135,7 @@ def test_a_corpus_is_read_whole_and_at_every_cut(name: str) -> None:
         assert read(name, text) == whole, text
         for pieces in cuts(text, STRIDE):
             assert read(name, pieces) == whole, pieces
-        if num_forms % 6 == 0:
+        if num_forms % 12 == 0:
             for pieces in cuts(text, len(text)):
                 assert read(name, pieces) == whole, pieces
         num_forms += 1
@@ -173,11 +173,12 @@ def test_nothing_of_a_call_that_is_cut_is_text(name: str) -> None:
     openings = (*marks(name), *UNMARKED, "to=f", form.open if form else "")
     begins = tuple(mark[:end] for mark in openings for end in range(1, len(mark)))
     named = False
-    for text, _, _ in itertools.islice(corpus(name), 0, None, 3):
+    for number, (text, _, _) in enumerate(itertools.islice(corpus(name), 0, None, 3)):
         content, _, calls = read(name, [text])
         for at in range(len(text)):
             part = read(name, [text[:at]], is_cut=True)
-            if at % 4 == 0:
+            # By characters, which takes the most, at other places of each text.
+            if at % 16 == number % 16:
                 assert read(name, text[:at], is_cut=True) == part, (text, at)
             said = part[0].rstrip()
             if not content.startswith(said):
@@ -188,7 +189,7 @@ def test_nothing_of_a_call_that_is_cut_is_text(name: str) -> None:
                 assert cut[1] == whole[1], (text, at)
                 assert whole[2].startswith(cut[2]), (text, at)
             assert len(part[2]) <= len(calls)
-            named = named or len(part[2]) > len(read(name, [text[:at]])[2])
+            named = named or (bool(part[2]) and len(part[2]) > len(read(name, [text[:at]])[2]))
     # What has its name is there before it has arguments; where names are told early, they are told anyhow.
     assert named or name in TOLD_EARLY
 

@@ -157,7 +157,7 @@ def gateway_metrics() -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever)
+        thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"127.0.0.1:{listener.server_port}"

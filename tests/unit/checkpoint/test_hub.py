@@ -137,7 +137,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()

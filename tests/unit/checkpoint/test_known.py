@@ -118,7 +118,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def registry() -> Iterator[Registry]:
     with Registry() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()

@@ -139,7 +139,7 @@ def test_what_does_not_answer_is_named_in_one_line(capsys: pytest.CaptureFixture
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Page)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     assert why.main(["--jaeger", url, "x"]) == 1

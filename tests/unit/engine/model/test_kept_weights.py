@@ -34,6 +34,7 @@ try:
 except NativeUnavailableError as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("forked_loader")
 Stages = list[str]
 
 

@@ -73,6 +73,7 @@ def tokens_of(runner: ModelRunner, vocab_size: int) -> list[tuple[list[int], lis
     return [(job.output, [entry.logprob for entry in job.logprobs]) for job in done]
 
 
+@pytest.mark.usefixtures("forked_loader")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_the_same(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, **FAMILIES[family])
@@ -80,6 +81,7 @@ def test_a_family_is_the_same(family: str, tmp_path: Path) -> None:
     assert tokens_of(ours, 199) == tokens_of(theirs, 199)
 
 
+@pytest.mark.usefixtures("forked_loader")
 @pytest.mark.parametrize("quantize", ["off", "w8a8", "int4"])
 def test_the_bundled_model_is_the_same(quantize: str) -> None:
     """Calibrated smoothing, scales and minimums of groups, and bfloat16 arrive bit for bit."""
@@ -88,6 +90,7 @@ def test_the_bundled_model_is_the_same(quantize: str) -> None:
     assert tokens_of(ours, 2048) == tokens_of(theirs, 2048)
 
 
+@pytest.mark.usefixtures("forked_loader")
 def test_a_large_table_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of it are looked up there by the process that serves, though another read the checkpoint."""
     make_checkpoint(tmp_path, "llama", vocab_size=70_000, hidden_size=64)
@@ -99,6 +102,7 @@ def test_a_large_table_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
         assert tokens == expected
 
 
+@pytest.mark.usefixtures("forked_loader")
 def test_what_is_wrong_with_a_checkpoint_arrives(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     path = tmp_path / "config.json"

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -57,6 +59,12 @@ class Engine:
         return answer
 
 
+@cache
+def _kept_weights() -> tempfile.TemporaryDirectory[str]:
+    """Where engines keep what they packed of their model: one of them packs, and no other imports torch."""
+    return tempfile.TemporaryDirectory()
+
+
 @asynccontextmanager
 async def start_engine(model: str = "", **settings: str) -> AsyncIterator[Engine]:
     """Starts `python -m engine` on a free port; settings are MILLRACE_ENGINE__* values."""
@@ -68,6 +76,7 @@ async def start_engine(model: str = "", **settings: str) -> AsyncIterator[Engine
         "MILLRACE_MODEL__PATH": model or MODEL_PATH,
         "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET.decode(),
     }
+    settings = {"packed_weights__path": _kept_weights().name, "packed_weights__min_bytes": "0"} | settings
     environment |= {f"MILLRACE_ENGINE__{key.upper()}": value for key, value in settings.items()}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "engine", cwd=ROOT, env=environment, stdout=asyncio.subprocess.PIPE

@@ -284,7 +284,7 @@ def serving(server: ToyServer) -> Iterator[ToyServer]:
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listener.daemon_threads = True
-    thread = threading.Thread(target=listener.serve_forever)
+    thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
     thread.start()
     server.url = f"http://127.0.0.1:{listener.server_port}"
     try:

@@ -1,0 +1,14 @@
+"""What tests of the engine share: loaders that start at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.model import loader
+from tests.unit.engine import forked_loader as forked
+
+
+@pytest.fixture
+def forked_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that load models for the test are forked from one that has imported what they need."""
+    monkeypatch.setattr(loader, "subprocess", forked.subprocess_of_loader())
