@@ -24,6 +24,9 @@ _DRAFTERS = (
 # How the names of records begin, and what prints them; the longest beginning counts.
 COMMANDS = {
     "adapters_beside_vllm": "peers.adapters",
+    "batches_beside": "batches beside",
+    "batches_killed": "batches killed",
+    "batches_million": "batches million",
     "chaos_bundled": "chaos --bundled",
     "chaos_ranks": "chaos --ranks 2",
     "chaos_simulated": "chaos",

@@ -193,8 +193,9 @@ class PackedWeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # What the folder may hold, of all models together; 0 keeps and reads nothing. What was not used for
     # longest makes room.
     max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 32 << 30
-    # A model that takes less is packed again each time, which takes no second.
-    min_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    # A model that takes less is packed again each time. That is quick; the import of torch before it is not,
+    # and takes most of a small model's start.
+    min_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 20
 
     def validate(self) -> None:
         """Raises ConfigError."""

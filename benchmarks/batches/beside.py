@@ -101,7 +101,7 @@ async def _measured(
         "chats": len(together),
         "lines_per_s": round(num_done / took_s, 2),
         "lines_done": num_done,
-        "share_of_brief_tenant": shares or "one of the batches ended: give more --lines",
+        "share_of_brief_tenant": ", ".join(map(str, shares)) or "one of the batches ended: give more --lines",
     }
 
 
