@@ -1,6 +1,5 @@
-"""How spans, attributes and metrics are declared, and the tables of all that are.
-
-`names`, `genai` and `rollouts` declare them; nothing else does.
+"""How spans, attributes and metrics are declared, and the tables of all that are: modules beside this one
+declare them, and nothing else does.
 """
 
 from __future__ import annotations
