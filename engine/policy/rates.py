@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 
 from engine.policy.shares import Account
 from engine.policy.step_time import StepTime
 from engine.types import MeasuredSpeed
 
+# Steps whose median is told.
+_LATEST_STEPS = 63
 # Weight of the newest step in the averages.
 _ALPHA = 0.1
 # Tokens from which on a chunk is computed about as fast per token as a larger one, on any device that is slow
@@ -48,6 +50,7 @@ class StepRate:
         self.time = StepTime()
         # From one result to the next while there is work: an answer's time for a token.
         self.step_s = 0.0
+        self._latest_s: deque[float] = deque(maxlen=_LATEST_STEPS)
         # Length of answers that ended, in tokens.
         self.answer_tokens = 0.0
 
@@ -76,6 +79,12 @@ class StepRate:
     def stepped(self, seconds: float) -> None:
         """Books the whole duration of a step, planning included."""
         self.step_s = _average(self.step_s, seconds)
+        self._latest_s.append(seconds)
+
+    @property
+    def step_p50_s(self) -> float:
+        """What the latest steps took, by their median; 0 before the first."""
+        return sorted(self._latest_s)[len(self._latest_s) // 2] if self._latest_s else 0.0
 
     def ended(self, num_tokens: int) -> None:
         """Books the length of an answer."""

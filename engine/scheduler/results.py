@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from contract.retention import RECOMPUTE
@@ -70,8 +69,6 @@ class StepCosts:
 
 # Part of the token budget from which on a step shows how fast prompts can be computed.
 FULL_SHARE = 0.9
-# Steps whose median is told.
-_LATEST_STEPS = 63
 _NOTHING = SequenceResult(sequence_id=-1, token_ids=())
 
 
@@ -81,12 +78,6 @@ class ResultHandler:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.costs = StepCosts(state.speed)
-        self._latest_s: deque[float] = deque(maxlen=_LATEST_STEPS)
-
-    @property
-    def step_p50_s(self) -> float:
-        """What the latest steps took, by their median; 0 before the first."""
-        return sorted(self._latest_s)[len(self._latest_s) // 2] if self._latest_s else 0.0
 
     def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
         """Books every row of the step that still concerns someone."""
@@ -94,8 +85,6 @@ class ResultHandler:
         started = max(step.planned_s, self._state.last_result_s)
         self._state.last_result_s = now
         seconds = result.compute_s or now - started
-        if step.rows:
-            self._latest_s.append(seconds)
         self._state.speed.stepped(now - started)
         prefill = total = long = looked_back = 0
         chunk = 0.0

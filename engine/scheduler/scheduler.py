@@ -334,7 +334,7 @@ class Scheduler:
             prefix_queried_tokens=state.totals.prefix_queried_tokens,
             prefix_hit_tokens=state.totals.prefix_hit_tokens,
             num_preemptions=state.totals.num_preemptions,
-            step_p50_s=self._results.step_p50_s,
+            step_p50_s=speed.step_p50_s,
             counters=state.totals,
         )
 
