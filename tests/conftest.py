@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import certifi
 import pytest
 
 from tests.stages import report
@@ -35,7 +34,14 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 _new_context = ssl.create_default_context
 # Of these every HTTP client reads one.
-_AUTHORITIES = {os.environ.get("SSL_CERT_FILE"), certifi.where()}
+_AUTHORITIES = {os.environ.get("SSL_CERT_FILE", "")}
+try:
+    import certifi
+except ModuleNotFoundError:
+    # There no HTTP client is either.
+    pass
+else:
+    _AUTHORITIES.add(certifi.where())
 
 
 @cache
