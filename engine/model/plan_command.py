@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoint.files import find, is_gguf
-from engine.config import load
+from engine.config import EngineConfig, load
 from engine.model.device import choose_device
 from engine.model.families import read_spec
 from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares
@@ -24,6 +24,7 @@ from engine.model.plan import (
     plan_input,
     window_room_of,
 )
+from engine.model.plan_devices import Devices, shared_plans, table_of, told
 from engine.model.shards import degrees_of
 from engine.types import MemoryPlan
 from kernels.ranks.shares import MOST_RANKS, Degrees
@@ -41,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(tables)
         device, available = choose_device(config)
         model = load_section(tables, "model", ModelConfig)
+        if options.devices:
+            return _share(config, model, asked, options, available)
         given = fullest(plan_input(config, model, device=device, available_bytes=available))
         plan = make_plan(given)
     except ConfigError as error:
@@ -63,6 +66,34 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if placed is None or placed.fits else 1
 
 
+def _share(
+    config: EngineConfig,
+    model: ModelConfig,
+    asked: AskedLoad | None,
+    options: argparse.Namespace,
+    available: int,
+) -> int:
+    """Prints how several devices may share the model; each has its part of this machine's memory, where it is
+    not said.
+    """
+    size = int(options.device_gib * 2**30) or available // options.devices
+    devices = Devices(options.devices, size)
+
+    def why_too_small(given: PlanInput, plan: MemoryPlan) -> str:
+        placed = None if asked is None else asked.placed(given, plan)
+        return "" if placed is None or placed.fits else placed.outcome
+
+    plans = shared_plans(config, model, devices, why_too_small)
+    if options.json:
+        print(
+            json.dumps({"model": model.served_name, "device_bytes": size, "ways": msgspec.to_builtins(plans)})
+        )
+    else:
+        Console().print(table_of(plans, model, devices))
+        print(told(plans, devices))
+    return 0 if any(each.fits for each in plans) else 1
+
+
 def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, AskedLoad | None]:
     parser = argparse.ArgumentParser(prog="millrace plan", description=__doc__)
     parser.add_argument("--config", type=Path, help="configuration file (TOML)")
@@ -73,6 +104,10 @@ def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, AskedLoad 
         ("output", "tokens of each answer"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    parser.add_argument("--devices", type=int, default=0, metavar="N", help="devices that may share it")
+    parser.add_argument(
+        "--device-gib", type=float, default=0.0, help="memory of each; 0 is a part of what is free"
+    )
     options = parser.parse_args(arguments)
     counts = (options.streams, options.prompt, options.output)
     if any(counts) and not all(counts):
@@ -87,6 +122,8 @@ class PlacedLoad(msgspec.Struct, frozen=True, kw_only=True):
     # How many run together at their full length; the others wait.
     streams_at_once: int
     blocks_per_stream: int
+    # Whether they fit, and what helps; and the same as a sentence.
+    outcome: str
     sentence: str
 
 
@@ -127,6 +164,7 @@ class AskedLoad(msgspec.Struct, frozen=True):
             fits=at_once == self.streams,
             streams_at_once=at_once,
             blocks_per_stream=blocks,
+            outcome=f"{asked} {outcome}",
             sentence=f"{asked} {outcome}.\n{speed} --concurrency {self.streams}.",
         )
 

@@ -415,6 +415,17 @@ def plan(
     streams: Annotated[int | None, typer.Option(min=1, help="Will so many answers at a time fit?")] = None,
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
     output: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, max=16, help="By which engine.parallel may so many devices share it?")
+    ] = None,
+    device_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--device-gib",
+            min=0.001,
+            help="Memory of each device; its part of what is free here if not given.",
+        ),
+    ] = None,
     try_it: Annotated[
         bool, typer.Option("--try", help="Load it, drive the worst case, and show the peak beside the plan.")
     ] = False,
@@ -423,13 +434,19 @@ def plan(
     with _errors_in_one_line():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize, config=config)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
+    if device_gib and not devices:
+        raise typer.BadParameter(
+            "it is the memory of each of --devices N; give both", param_hint="--device-gib"
+        )
+    load = {"--streams": streams, "--prompt": prompt, "--output": output, "--devices": devices}
     if try_it:
-        if streams or prompt or output:
-            told = "it drives the worst case that there may be; leave out --streams, --prompt and --output"
+        if any(load.values()):
+            told = f"it drives the worst case that there may be; leave out {', '.join(load)}"
             raise typer.BadParameter(told, param_hint="--try")
         raise typer.Exit(owners.run_module("engine.core.plan_trial", arguments, settings=settings))
-    load = {"--streams": streams, "--prompt": prompt, "--output": output}
     arguments += [f"{name}={count}" for name, count in load.items() if count]
+    if device_gib:
+        arguments.append(f"--device-gib={device_gib}")
     raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))
 
 
