@@ -37,6 +37,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
         """(id, log-probability) of the alternatives."""
         return zip(self.top_ids, self.top_logprobs, strict=True)
 
+    def confidence(self, number: int) -> float:
+        """How sure the model was, by the most likely `number` of the alternatives: minus the mean of their
+        log-probabilities (DeepConf: Fu et al., arXiv 2508.15260). Where one stands out, the others are
+        unlikely, and it is high. Tokens that a constraint forbids do not count.
+        """
+        allowed = [each for each in self.top_logprobs[:number] if each > -math.inf]
+        return -math.fsum(allowed) / len(allowed) if allowed else 0.0
+
 
 class FirstToken(msgspec.Struct, frozen=True):
     """Where the engine's part of the time to the first token went."""

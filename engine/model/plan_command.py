@@ -24,7 +24,7 @@ from engine.model.plan import (
     plan_input,
     window_room_of,
 )
-from engine.model.plan_devices import Devices, shared_plans, table_of, told
+from engine.model.plan_devices import Devices, SharedPlan, shared_plans, told
 from engine.model.shards import degrees_of
 from engine.types import MemoryPlan
 from kernels.ranks.shares import MOST_RANKS, Degrees
@@ -89,7 +89,7 @@ def _share(
             json.dumps({"model": model.served_name, "device_bytes": size, "ways": msgspec.to_builtins(plans)})
         )
     else:
-        Console().print(table_of(plans, model, devices))
+        Console().print(_ways_table(plans, model, devices))
         print(told(plans, devices))
     return 0 if any(each.fits for each in plans) else 1
 
@@ -109,6 +109,8 @@ def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, AskedLoad 
         "--device-gib", type=float, default=0.0, help="memory of each; 0 is a part of what is free"
     )
     options = parser.parse_args(arguments)
+    if options.device_gib and not options.devices:
+        parser.error("--device-gib is the memory of each of --devices N; give both")
     counts = (options.streams, options.prompt, options.output)
     if any(counts) and not all(counts):
         parser.error("--streams, --prompt and --output go together")
@@ -313,6 +315,32 @@ def _forgotten(given: PlanInput, plan: MemoryPlan) -> str:
     tokens = plan.forgotten_bytes // max(1, plan.forgotten_block_bytes) * plan.block_size
     whose = "" if given.device == "cpu" else ", in the host's memory"
     return f"of {tokens} tokens, for answers that say what they lost (kv.max_lost){whose}"
+
+
+def _ways_table(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -> Table:
+    """The ways side by side."""
+    table = Table(title=f"{model.served_name} on up to {devices.count} devices of {human(devices.num_bytes)}")
+    table.add_column("devices", justify="right", no_wrap=True)
+    table.add_column("engine.parallel", no_wrap=True)
+    for name in ("weights", "tokens", "exchange", "meetings"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for each in plans:
+        degrees = ((name, getattr(each, name)) for name in Degrees.__struct_fields__)
+        table.add_row(
+            str(each.degrees.size),
+            ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "-",
+            human(each.weights_bytes) if each.weights_bytes else "-",
+            str(each.capacity_tokens or "-"),
+            human(each.exchanged_bytes_per_token),
+            str(each.meetings_per_step),
+            "yes" if each.fits else ("refused" if each.is_refused else "no"),
+        )
+    table.caption = (
+        "weights of the fullest device; tokens of keys and values that all hold; what they tell each other "
+        "for a token, and how often a step waits until they have met"
+    )
+    return table
 
 
 def quantization_of(given: PlanInput) -> str:

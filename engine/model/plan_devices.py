@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import msgspec
-from rich.table import Table
 
 from checkpoint.files import find
 from engine.config import EngineConfig, ParallelConfig
@@ -153,29 +152,3 @@ def told(plans: list[SharedPlan], devices: Devices) -> str:
     lines.append(f"None of these fits into devices of {human(devices.num_bytes)}.")
     lines += [f"With {each.degrees.size}: {each.reason}" for each in plans if not each.is_refused][-1:]
     return "\n".join(lines)
-
-
-def table_of(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -> Table:
-    """The ways side by side."""
-    table = Table(title=f"{model.served_name} on up to {devices.count} devices of {human(devices.num_bytes)}")
-    table.add_column("devices", justify="right", no_wrap=True)
-    table.add_column("engine.parallel", no_wrap=True)
-    for name in ("weights", "tokens", "exchange", "meetings"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for each in plans:
-        degrees = ((name, getattr(each, name)) for name in Degrees.__struct_fields__)
-        table.add_row(
-            str(each.degrees.size),
-            ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "-",
-            human(each.weights_bytes) if each.weights_bytes else "-",
-            str(each.capacity_tokens or "-"),
-            human(each.exchanged_bytes_per_token),
-            str(each.meetings_per_step),
-            "yes" if each.fits else ("refused" if each.is_refused else "no"),
-        )
-    table.caption = (
-        "weights of the fullest device; tokens of keys and values that all hold; what they tell each other "
-        "for a token, and how often a step waits until they have met"
-    )
-    return table

@@ -22,12 +22,16 @@ from contract.sampling import SamplingParams, check, check_ids, check_token_ids
 from contract.thinking import ThinkingTags
 from engine.config import EngineConfig
 from engine.service.adapters import ServedAdapters
-from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent
+from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent, TokenLogprobs
 from engine.types.hand_over import TICKET_BYTES, BlockSource
 
 # A message's fields by their names. Messages inside messages are given so: protobuf copies a message into
 # another by writing and reading it.
 Fields: TypeAlias = dict[str, Any]
+
+
+# Of a token, whose log-probabilities are computed.
+_MOST_ALTERNATIVES = 20
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +71,9 @@ def to_request(
         sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     else:
         sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
+    told = sampling.logprobs
+    if submit.confidence_top:
+        sampling = _with_confidence(submit.confidence_top, sampling)
     thinking = _thinking(submit, sampling, limits)
     if output and (sampling.best_of > 1 or sampling.beam_width):
         raise invalid("output_token_ids", "it continues one choice; resubmit each choice with n = 1")
@@ -88,6 +95,8 @@ def to_request(
         retention=_retention(submit, sampling, limits),
         hand_over=_ticket(submit, sampling, limits),
         source=_source(submit),
+        confidence_top=submit.confidence_top,
+        num_told=told,
         adapter=limits.adapters.version(submit.adapter, submit.adapter_version) if submit.adapter else "",
         tenant=context.tenant,
         tier=context.tier,
@@ -107,6 +116,14 @@ def to_request(
         traceparent=context.traceparent,
         tracestate=context.tracestate,
     )
+
+
+def _with_confidence(top: int, sampling: SamplingParams) -> SamplingParams:
+    if top > _MOST_ALTERNATIVES:
+        raise invalid("confidence_top", f"{top} is above the limit of {_MOST_ALTERNATIVES}; lower it")
+    if sampling.best_of > sampling.n or sampling.beam_width:
+        raise invalid("confidence_top", "beams and best_of tell answers at their end; leave one of them out")
+    return msgspec.structs.replace(sampling, logprobs=max(top, sampling.logprobs or 0))
 
 
 def _ticket(submit: engine_pb2.Submit, sampling: SamplingParams, limits: ModelLimits) -> bytes:
@@ -294,16 +311,22 @@ def to_adapters(known: Sequence[AdapterInfo]) -> Fields:
     }
 
 
-def to_output(event: TokenEvent, handle: int, text_index: int = 0) -> Fields:
-    """The RequestOutput with one choice's news of one step; of a text its index takes the choice's place."""
+def to_output(event: TokenEvent, handle: int, text_index: int = 0, request: Request | None = None) -> Fields:
+    """The RequestOutput with one choice's news of one step; of a text its index takes the choice's place.
+    Where the `request` asks for confidences, these stand for the alternatives that they are made of.
+    """
     if event.withheld_tokens:
         return {"handle": handle, "withheld_tokens": event.withheld_tokens}
     choice_index = text_index + event.choice_index
     output: Fields = {"handle": handle, "choice_index": choice_index, "token_ids": event.token_ids}
     if event.pooled:
         output["pooled"] = event.pooled
-    if event.logprobs:
-        output["logprobs"] = logprobs_fields(event.logprobs)
+    reports = event.logprobs
+    if reports and request is not None and request.confidence_top:
+        output["confidences"] = [each.confidence(request.confidence_top) for each in reports]
+        reports = _told(reports, request.num_told)
+    if reports:
+        output["logprobs"] = logprobs_fields(reports)
     if event.prompt_logprobs:
         output["prompt_logprobs"] = logprobs_fields(event.prompt_logprobs)
     if event.finish_reason is not None:
@@ -317,3 +340,12 @@ def to_output(event: TokenEvent, handle: int, text_index: int = 0) -> Fields:
     if event.statistics is not None:
         output["statistics"] = statistics_fields(event.statistics)
     return output
+
+
+def _told(reports: tuple[TokenLogprobs, ...], number: int | None) -> tuple[TokenLogprobs, ...]:
+    if number is None:
+        return ()
+    return tuple(
+        TokenLogprobs(each.token_id, each.logprob, each.top_ids[:number], each.top_logprobs[:number])
+        for each in reports
+    )

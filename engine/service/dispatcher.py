@@ -277,7 +277,7 @@ class Dispatcher:
             opened = self.requests.get(event.request_id)
             if opened is not None:
                 seen.append((opened, event, self._record(opened, event)))
-                output = convert.to_output(event, opened.handle, opened.text_index)
+                output = convert.to_output(event, opened.handle, opened.text_index, opened.request)
                 outputs.setdefault(opened.stream, []).append(output)
                 if event.failure is not None:
                     # Of texts that were submitted together none is wanted without the others.

@@ -36,6 +36,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     hand_over: bytes = b""
     # Where its prompt was computed; None: nowhere yet.
     source: BlockSource | None = None
+    # Alternatives that a token's confidence is made of, which are in `sampling.logprobs`, too; 0 is none.
+    # And alternatives of each that its client is told; None: not even the token's own log-probability.
+    confidence_top: int = 0
+    num_told: int | None = None
     adapter: str = ""
     tenant: str = ""
     tier: str = ""

@@ -49,6 +49,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
         "adapter_version": submission.adapter_version,
         "entry_id": submission.entry_id,
         "hand_over": submission.hand_over,
+        "confidence_top": submission.confidence_top,
         "source": None
         if submission.source is None
         else dict(zip(("address", "ticket"), submission.source, strict=True)),
@@ -93,6 +94,8 @@ def output(message: engine_pb2.RequestOutput) -> EngineOutput:
         result.pooled = message.pooled
     if message.logprobs:
         result.logprobs = logprobs(message.logprobs)
+    if message.confidences:
+        result.confidences = tuple(message.confidences)
     if message.HasField("first_token"):
         result.first_token = first_token(message.first_token)
         result.prompt_logprobs = logprobs(message.prompt_logprobs)

@@ -24,6 +24,8 @@ class EngineOutput(msgspec.Struct):
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # How sure the model was of each token, where that was asked for.
+    confidences: tuple[float, ...] = ()
     # Ends the whole request.
     error: MillraceError | None = None
     first_token: FirstToken | None = None
@@ -60,6 +62,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     thinking: ThinkingTags | None = None
     # What the answer may forget; None: nothing.
     retention: Retention | None = None
+    # Alternatives of a token that its confidence is made of; 0 asks for none.
+    confidence_top: int = 0
     # The request's id in traces and logs.
     request_id: str = ""
     # Its row in the ledger; engines say it again if this gateway goes.

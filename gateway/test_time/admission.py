@@ -12,7 +12,6 @@ from contract.sampling import SamplingParams
 from gateway.config import STRATEGIES, DeliberationConfig
 from gateway.pipeline.validate import refuse, shortened
 from gateway.test_time import ballots
-from gateway.test_time.confidence import TOP
 from gateway.tiers import Tier
 from gateway.types.deliberation import (
     BALLOTS,
@@ -230,12 +229,8 @@ def of_a_sample(request: GenerationRequest, ask: Deliberation, sampling: Samplin
             raise refuse(request, f"{_FIELD}.budget_tokens", problem)
         if request.sampling.max_tokens is None:
             max_tokens = min(max_tokens, budget // ask.num_parts)
-    needed = TOP if ask.strategy == "deepconf" else 0
-    return replace(
-        shortened(sampling, max_tokens),
-        # A likelihood takes the token's own.
-        logprobs=max(sampling.logprobs or 0, needed),
-    )
+    # A likelihood takes the token's own.
+    return replace(shortened(sampling, max_tokens), logprobs=sampling.logprobs or 0)
 
 
 def most_tokens(ask: Deliberation, sampling: SamplingParams) -> int:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from contract.engines import CancelReason
-from contract.outputs import FinishReason, FirstToken, TokenLogprobs
+from contract.outputs import FinishReason, FirstToken
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
 from gateway.pipeline.delta import ChoiceDelta, ChoiceStream
@@ -169,8 +169,10 @@ class RunningSample(AnswerPart):
     def _end(self, reason: CancelReason) -> None:
         self.stream.cancel(reason)
 
-    def take(self, output: EngineOutput) -> tuple[TokenLogprobs, ...]:
-        """Takes in an output; gives the log-probabilities of the tokens that belong to the answer."""
+    def take(self, output: EngineOutput) -> tuple[float, ...]:
+        """Takes in an output; gives the confidences of the tokens that belong to the answer, or their
+        log-probabilities where those were not asked for.
+        """
         if not self.first_output_s:
             self.first_output_s = time.monotonic()
         self.first_token = self.first_token or output.first_token
@@ -181,7 +183,7 @@ class RunningSample(AnswerPart):
         logprobs = logprobs[: len(output.token_ids)]
         kept.token_ids = list(output.token_ids)
         if self._logprobs is not None:
-            kept.logprobs = tuple(self._shown(each, self._logprobs) for each in logprobs)
+            kept.logprobs = logprobs
         self.num_tokens += len(kept.token_ids)
         self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
         if delta is not None:
@@ -193,7 +195,9 @@ class RunningSample(AnswerPart):
         if self.is_open and self._delimiter and self._is_over():
             self.is_step = True
             self.close(None)
-        return logprobs
+        if output.confidences:
+            return output.confidences[: len(output.token_ids)]
+        return tuple(each.logprob for each in logprobs)
 
     def _is_over(self) -> bool:
         step = self.text[self._start :].lstrip()
@@ -214,12 +218,6 @@ class RunningSample(AnswerPart):
             pieces.append(EngineOutput(0, []))
         pieces[-1].finish_reason = pieces[-1].finish_reason or FinishReason.LENGTH
         return pieces
-
-    @staticmethod
-    def _shown(token: TokenLogprobs, number: int) -> TokenLogprobs:
-        if len(token.top_ids) <= number:
-            return token
-        return replace(token, top_ids=token.top_ids[:number], top_logprobs=token.top_logprobs[:number])
 
 
 def first_token_of(first: RunningSample, decided_s: float) -> FirstToken | None:

@@ -1,7 +1,6 @@
 """How sure a model was while it wrote: DeepConf's group confidence (Fu et al., arXiv 2508.15260).
 
-A token's confidence is minus the mean log-probability of the likeliest tokens at its place: where one stands
-out, the others are unlikely, and it is high. A group is a window of tokens; a trace is as weak as its
+Engines compute each token's (`contract.outputs`). A group is a window of tokens; a trace is as weak as its
 weakest group.
 """
 
@@ -9,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from contract.outputs import TokenLogprobs
 
 # Alternatives that a token's confidence is the mean of, as many as engines report.
 TOP = 20
@@ -20,12 +17,6 @@ _PART_OF_TRACE = 4
 _MIN_WINDOW = 8
 # Share of the traces that warm up whose weakest group is above the threshold.
 _KEPT = 0.9
-
-
-def token_confidence(token: TokenLogprobs) -> float:
-    """Of one token, from what the engine computed; tokens that a constraint forbids do not count."""
-    allowed = [each for each in token.top_logprobs if each > -math.inf]
-    return -math.fsum(allowed) / len(allowed) if allowed else 0.0
 
 
 class Groups:

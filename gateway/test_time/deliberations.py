@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,6 +27,7 @@ from gateway.test_time import admission, ballots
 from gateway.test_time.asked import Begin, within
 from gateway.test_time.branch import AnswerPart
 from gateway.test_time.chains import CritiqueRevise, Escalate, questions_of
+from gateway.test_time.confidence import TOP
 from gateway.test_time.scorers import (
     AnswerScorer,
     CheckScorer,
@@ -212,7 +212,7 @@ class Deliberations:
             plain.deliberated = _plainly(ask)
             return plain
         scorer, request, spec = self._scorer(call, submission), call.request, ask.scorer
-        sampling = submission.sampling
+        top, sampling = TOP if ask.strategy == "deepconf" else 0, submission.sampling
         pattern = None if spec is None else ballots.compiled(spec, request.field(_SCORER))
         if ask.is_chain and budget_tokens == admission.own_tokens(ask, sampling):
             # What is asked beside it reserves what it takes.
@@ -224,7 +224,7 @@ class Deliberations:
             ballot=spec if ask.strategy in _VOTES else None,
             pattern=pattern,
             budget_tokens=budget_tokens,
-            model=call.request.model,
+            model=request.model,
             logprobs=request.sampling.logprobs,
             scorer_field=request.field(_SCORER),
             choice=lambda: reader.choices(request, prepared, call.caller.identity.request_id, 1)[0],
@@ -232,17 +232,14 @@ class Deliberations:
             left_s=call.caller.remaining_s(),
             **self._of_chain(call, ask, sampling.max_tokens, pattern),
         )
-        return DeliberateStream(fleet, submission, plan=plan, **options)
+        return DeliberateStream(fleet, replace(submission, confidence_top=top), plan=plan, **options)
 
     def _of_chain(self, call: Call, ask: Deliberation, max_tokens: int, pattern: Any) -> dict[str, Any]:
         """What a plan has more whose parts follow each other."""
         if not ask.is_chain:
             return {}
-        return {
-            "measure": attrgetter("logprob"),
-            "question": questions_of(call.request, ask, max_tokens, pattern),
-            "begin": self._begin(call),
-        }
+        question = questions_of(call.request, ask, max_tokens, pattern)
+        return {"question": question, "begin": self._begin(call)}
 
     def _begin(self, call: Call) -> Begin:
         """Asks on behalf of a call."""

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
-from contract.outputs import ChoiceStatistics, EngineTime, TokenLogprobs
+from contract.outputs import ChoiceStatistics, EngineTime
 from gateway.engines.attachment import Computed
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
@@ -33,7 +33,6 @@ from gateway.pipeline.delta import ChoiceStream
 from gateway.test_time import ballots
 from gateway.test_time.asked import AskedAnswer, Begin, Question, spent_by_model
 from gateway.test_time.branch import AnswerPart, RunningSample, first_token_of
-from gateway.test_time.confidence import token_confidence
 from gateway.test_time.scorers import AnswerScorer, unanswered
 from gateway.test_time.strategies import (
     Concluded,
@@ -75,8 +74,6 @@ class Plan(NamedTuple):
     note: Callable[[AnswerPart], None]
     # Seconds until the deadline; infinity without one.
     left_s: float
-    # What a strategy that watches is told of a token.
-    measure: Callable[[TokenLogprobs], float] = token_confidence
     # The question whose answer is the next part, where a request of its own computes it; what begins that.
     question: Callable[[Sequence[AnswerPart]], Question | None] = lambda before: None
     begin: Begin | None = None
@@ -297,9 +294,8 @@ class DeliberateStream(ContinuousStream):
         check_ended(output.finish_reason)
         if output.statistics is not None:
             self._statistics.add(output.statistics)
-        logprobs = branch.take(output)
-        if self._plan.strategy.watches and logprobs:
-            confidences = tuple(map(self._plan.measure, logprobs))
+        confidences = branch.take(output)
+        if self._plan.strategy.watches and confidences:
             self._feed(Grown(index=branch.index, confidences=confidences, is_over=not branch.is_open))
         # One that was ended meanwhile has no reason of its own.
         is_over = branch.finish is not None or branch.is_step

@@ -420,11 +420,7 @@ def plan(
     ] = None,
     device_gib: Annotated[
         float | None,
-        typer.Option(
-            "--device-gib",
-            min=0.001,
-            help="Memory of each device; its part of what is free here if not given.",
-        ),
+        typer.Option(min=0.001, help="Memory of each of these; else its part of what is free."),
     ] = None,
     try_it: Annotated[
         bool, typer.Option("--try", help="Load it, drive the worst case, and show the peak beside the plan.")
@@ -434,19 +430,14 @@ def plan(
     with _errors_in_one_line():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize, config=config)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
-    if device_gib and not devices:
-        raise typer.BadParameter(
-            "it is the memory of each of --devices N; give both", param_hint="--device-gib"
-        )
-    load = {"--streams": streams, "--prompt": prompt, "--output": output, "--devices": devices}
+    load: dict[str, float | None] = {"--streams": streams, "--prompt": prompt, "--output": output}
+    load |= {"--devices": devices, "--device-gib": device_gib}
     if try_it:
         if any(load.values()):
             told = f"it drives the worst case that there may be; leave out {', '.join(load)}"
             raise typer.BadParameter(told, param_hint="--try")
         raise typer.Exit(owners.run_module("engine.core.plan_trial", arguments, settings=settings))
     arguments += [f"{name}={count}" for name, count in load.items() if count]
-    if device_gib:
-        arguments.append(f"--device-gib={device_gib}")
     raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))
 
 

@@ -145,6 +145,7 @@ class Gateway:
         version: str = "",
         entry_id: str = "",
         kv: retention_pb2.Retention | None = None,
+        confidence_top: int = 0,
         hand_over: bytes = b"",
         source: engine_pb2.BlockSource | None = None,
         **sampling: object,
@@ -160,6 +161,7 @@ class Gateway:
             adapter_version=version,
             entry_id=entry_id,
             kv=kv,
+            confidence_top=confidence_top,
             hand_over=hand_over,
             source=source,
         )

@@ -94,6 +94,31 @@ async def test_several_choices_and_log_probabilities(gateway: Gateway) -> None:
     assert [each.token_id for each in prompt_logprobs] == PROMPT[1:]
 
 
+async def test_confidences_stand_for_the_alternatives_that_they_are_made_of(gateway: Gateway) -> None:
+    await gateway.submit(1, PROMPT, logprobs=3)
+    await gateway.submit(2, PROMPT, logprobs=1, confidence_top=3)
+    await gateway.submit(3, PROMPT, confidence_top=3)
+    outputs = await gateway.until_ended(3)
+    alone, beside, only = ([each for each in outputs[handle, 0] if each.token_ids] for handle in (1, 2, 3))
+    told = [each for output in alone for each in output.logprobs]
+    expected = [-sum(top.logprob for top in each.top) / len(each.top) for each in told]
+    for several in (beside, only):
+        assert [each for output in several for each in output.confidences] == pytest.approx(expected)
+    assert not any(output.confidences for output in alone)
+    # Its client is told of one alternative, and the other's of not even the token itself.
+    assert [len(each.top) for output in beside for each in output.logprobs] == [1] * len(told)
+    assert not any(output.logprobs for output in only)
+
+
+@pytest.mark.parametrize(("top", "options"), [(21, {}), (3, {"best_of": 2}), (3, {"beam_width": 2})])
+async def test_confidences_that_cannot_be_told_are_refused(
+    gateway: Gateway, top: int, options: dict[str, int]
+) -> None:
+    await gateway.submit(1, PROMPT, confidence_top=top, **options)
+    refused = (await gateway.until_ended(1))[1, 0][0]
+    assert (refused.error.field, refused.error.reason) == ("confidence_top", Reason.INVALID_ARGUMENT)
+
+
 async def test_a_continued_request_yields_the_rest(gateway: Gateway) -> None:
     await gateway.submit(1, PROMPT, max_tokens=8, output=expected(3))
     outputs = await gateway.until_ended(1)

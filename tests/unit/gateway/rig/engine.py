@@ -72,7 +72,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
     # All but one are told before the first token, too.
     candidate_tokens: int = 0
-    # Minus the log-probability of a choice's token at a place, and of its only alternative.
+    # Minus the log-probability of a choice's token at a place, and of its only alternative; its confidence.
     surety: Callable[[int, int], float] = lambda choice, place: 0.5
     # What every end of a choice tells to have taken.
     engine_s: float = 0.0
@@ -221,6 +221,19 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             self.num_running -= 1
             self.changed.set()
 
+    @staticmethod
+    def _say_how_sure(
+        submit: engine_pb2.Submit, output: engine_pb2.RequestOutput, surety: list[float]
+    ) -> None:
+        if submit.sampling.HasField("logprobs"):
+            for token, each in zip(output.token_ids, surety, strict=True):
+                drawn = output_pb2.TokenLogprob(token_id=token, logprob=-each)
+                # Where alternatives are asked for, a token is the only one of its own.
+                top = [drawn] if submit.sampling.logprobs else []
+                output.logprobs.add(token_id=token, logprob=-each, top=top)
+        if submit.confidence_top:
+            output.confidences.extend(surety)
+
     async def _serve_choice(self, submit: engine_pb2.Submit, choice: int, outputs: Any) -> None:
         tokens = self.reply(submit, choice)
         done = len(submit.output_token_ids)
@@ -233,18 +246,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 await asyncio.sleep(self.step_s)
             piece = tokens[done : min(done + self.tokens_per_step, limit)]
             output = engine_pb2.RequestOutput(handle=submit.handle, choice_index=choice, token_ids=piece)
-            if submit.sampling.HasField("logprobs"):
-                logprobs = [-self.surety(choice, done + place) for place in range(len(piece))]
-                drawn = [
-                    output_pb2.TokenLogprob(token_id=token, logprob=logprob)
-                    for token, logprob in zip(piece, logprobs, strict=True)
-                ]
-                # Where alternatives are asked for, a token is the only one of its own.
-                tops = [[each] if submit.sampling.logprobs else [] for each in drawn]
-                output.logprobs.extend(
-                    output_pb2.TokenLogprob(token_id=each.token_id, logprob=each.logprob, top=top)
-                    for each, top in zip(drawn, tops, strict=True)
-                )
+            self._say_how_sure(
+                submit, output, [self.surety(choice, done + place) for place in range(len(piece))]
+            )
             if not any_told:
                 output.first_token.queue_s = 0.001
                 output.first_token.cached_prompt_tokens = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from contract.outputs import TokenLogprobs
-from gateway.test_time.confidence import Groups, threshold, token_confidence, window_of
+from gateway.test_time.confidence import Groups, threshold, window_of
 from gateway.test_time.strategies import (
     BestSample,
     Concluded,
@@ -157,9 +157,9 @@ def test_confidence_of_a_token_is_that_of_the_others_being_unlikely() -> None:
     sure = TokenLogprobs(1, -0.01, (1, 2), (-0.01, -5.0))
     unsure = TokenLogprobs(1, -0.7, (1, 2), (-0.7, -0.7))
     forbidden = TokenLogprobs(1, 0.0, (1, 2), (0.0, float("-inf")))
-    assert token_confidence(sure) == pytest.approx(2.505)
-    assert token_confidence(unsure) == pytest.approx(0.7)
-    assert token_confidence(forbidden) == 0.0
+    assert sure.confidence(2) == pytest.approx(2.505)
+    assert unsure.confidence(2) == unsure.confidence(1) == pytest.approx(0.7)
+    assert forbidden.confidence(2) == forbidden.confidence(0) == 0.0
 
 
 def test_windows_slide_over_a_trace() -> None:

@@ -274,8 +274,9 @@ async def test_traces_below_the_threshold_end_in_the_engine(streams: list[Delibe
     assert samples[5]["completion_tokens"] < len(encode(text))
     assert usage["test_time"]["stopped_early"] == 1
     assert len(engine.cancels) == 1
-    # What decides is asked for, and not shown.
-    assert {submit.sampling.logprobs for submit in engine.submissions} == {20}
+    # The engine says how sure it was; alternatives do not travel.
+    assert {submit.confidence_top for submit in engine.submissions} == {20}
+    assert {submit.sampling.logprobs for submit in engine.submissions} == {0}
     (stream,) = streams
     assert stream.steps == replay(strategy_of(stream._plan.ask, None), stream.events)
 

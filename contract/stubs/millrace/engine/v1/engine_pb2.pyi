@@ -184,6 +184,7 @@ class Submit(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_TOP_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
@@ -198,6 +199,10 @@ class Submit(_message.Message):
     """The prompt and the first token are all that is computed, and the choice ends with FINISH_REASON_LENGTH. Its blocks
     are then held under this ticket for another engine: 16 bytes of chance, which whoever shows them may read the blocks
     with. Refused by engines whose role is not "prefill".
+    """
+    confidence_top: _builtins.int
+    """Each token comes with how sure the model was (RequestOutput.confidences), by so many of the likeliest tokens at its
+    place, at most 20; 0: none does. Refused with best_of and beams.
     """
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
@@ -251,10 +256,11 @@ class Submit(_message.Message):
         kv: _retention_pb2.Retention | None = ...,
         hand_over: _builtins.bytes = ...,
         source: Global___BlockSource | None = ...,
+        confidence_top: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_source", b"_source", "_thinking", b"_thinking", "context", b"context", "grammar", b"grammar", "kv", b"kv", "pooling", b"pooling", "sampling", b"sampling", "source", b"source", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_source", b"_source", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "hand_over", b"hand_over", "handle", b"handle", "kv", b"kv", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "source", b"source", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_kv", b"_kv", "_pooling", b"_pooling", "_source", b"_source", "_thinking", b"_thinking", "adapter", b"adapter", "adapter_version", b"adapter_version", "choice_index", b"choice_index", "confidence_top", b"confidence_top", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "hand_over", b"hand_over", "handle", b"handle", "kv", b"kv", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "source", b"source", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -777,6 +783,7 @@ class RequestOutput(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     WITHHELD_TOKENS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    CONFIDENCES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     choice_index: _builtins.int
     """Which of the request's choices."""
@@ -814,6 +821,12 @@ class RequestOutput(_message.Message):
     def statistics(self) -> Global___ChoiceStatistics:
         """On the last output of a choice, and with an error."""
 
+    @_builtins.property
+    def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per token id, with Submit.confidence_top: minus the mean log-probability of the likeliest tokens at its place,
+        those left out that a constraint forbids; 0 where all are.
+        """
+
     def __init__(
         self,
         *,
@@ -829,10 +842,11 @@ class RequestOutput(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         withheld_tokens: _builtins.int = ...,
         pooled: _builtins.bytes = ...,
+        confidences: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "error", b"error", "first_token", b"first_token", "statistics", b"statistics", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "withheld_tokens", b"withheld_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "confidences", b"confidences", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "withheld_tokens", b"withheld_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
