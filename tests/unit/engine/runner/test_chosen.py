@@ -214,7 +214,7 @@ def test_choices_and_what_another_engine_began_are_the_same_answer(
     assert rest[0] == expected[1][37:]
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "bfloat16"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_other_forms_of_keys_and_values_choose_alike_everywhere(
     folder: Path, expected: list[list[int]], form: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_tokens_are_copied_as_they_are_stored(form: str, is_native: bool) -> Non
     for each in map(bytes_of, layer.tensors()):
         each[:] = generator.integers(0, 256, each.shape, np.uint8)
     votes = Votes(kept, [9, 11, 10])
-    votes.layer(0).sums = sums = generator.random((2, kept.num_whole * BLOCK))
+    votes.sums = sums = generator.integers(0, 1 << 40, (2, kept.num_whole * BLOCK))
     table = np.array([3, 1, 4, 0, 5, 2, 6])
     before = [each.copy() for each in map(bytes_of, layer.tensors())]
     choose(votes, table, [layer], 12, None)
@@ -289,13 +289,14 @@ def test_votes_do_not_depend_on_the_cuts(policy: str) -> None:
     keys = generator.standard_normal((2, 160, 8), np.float32)
     found = []
     for cuts in ([], [1, 109, 110, 130], list(range(0, 141, 7)), [128]):
-        votes = LayerVotes(kept)
+        sums = np.zeros((2, kept.num_whole * BLOCK), np.int64)
+        votes = LayerVotes(kept, sums)
         ends = [*cuts, 160]
         for start, end in zip([0, *cuts], ends, strict=True):
             votes.take(queries[start:end], start, lambda count: keys[:, :count], None)
             # Some are computed twice.
             votes.take(queries[start:end], start, lambda count: keys[:, :count], None)
-        found.append(votes.sums)
+        found.append(sums)
     assert all((each == found[0]).all() for each in found)
 
 
@@ -310,12 +311,11 @@ def voted(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> tuple[to
     generator = np.random.default_rng(num_prompt)
     queries = generator.standard_normal((num_prompt, num_heads, 8), np.float32)
     keys = generator.standard_normal((num_kv, num_prompt, 8), np.float32)
-    votes = LayerVotes(kept)
-    votes.take(queries, 0, lambda count: keys[:, :count], None)
-    assert votes.sums is not None
+    sums = np.zeros((num_kv, kept.num_whole * BLOCK), np.int64)
+    LayerVotes(kept, sums).take(queries, 0, lambda count: keys[:, :count], None)
     stays = torch.zeros(num_kv, num_prompt, dtype=torch.bool)
     stays[:, kept.num_whole * BLOCK :] = True
-    stays.scatter_(1, torch.from_numpy(chosen_of(votes.sums, kept)), True)
+    stays.scatter_(1, torch.from_numpy(chosen_of(sums, kept)), True)
     by_head = torch.from_numpy(keys).repeat_interleave(num_heads // num_kv, 0)
     scores = torch.from_numpy(queries).transpose(0, 1) @ by_head.transpose(1, 2)
     future = torch.ones(num_prompt, num_prompt, dtype=torch.bool).triu(1)
