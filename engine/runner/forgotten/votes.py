@@ -21,14 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
-from engine.runner.forgotten.keys import Floats, LayerKeys, capped
-from engine.runner.forgotten.meter import ForgottenKeys, keys_of
+from engine.runner.forgotten.keys import LayerKeys
+from engine.runner.forgotten.meter import ForgottenKeys, gathered, keys_of
 from engine.types import ChosenTokens
 from kernels.attention.native_ops import VOTE, vote_rows
 from kernels.attention.ragged import AttentionOptions
 
 # Queries that vote together beside torch's attention, counted from the first voter.
 _TOGETHER = 64
+# Weights that are computed at a time, 64 MiB.
+_MOST_WEIGHTS = 1 << 24
 # Neighbours whose votes a token has the mean of, itself among them, under snapkv.
 _POOLED = 5
 
@@ -41,40 +43,46 @@ class LayerVotes:
         # Weights [K, F], summed over queries and their heads, in parts of VOTE.
         self._sums = sums
         # Queries [T, H, D] that follow those which have voted, and the first one's position.
-        self._waiting: list[Floats] = []
+        self._waiting: list[Any] = []
         self._next = kept.first_voter
 
-    def take(
-        self, queries: Floats, start: int, keys_until: Callable[[int], Floats], cap: float | None
-    ) -> None:
+    def take(self, queries: Any, start: int, keys_until: Callable[[int], Any], cap: float | None) -> None:
         """Scaled queries [T, H, D] of positions from `start` on; those that were here before are left out.
-        `keys_until(n)` is the keys [K, n, D] of the first n positions.
+        `keys_until(n)` is the keys [K, n, D] of the first n positions. All are tensors of one device.
         """
         expected = self._next + sum(map(len, self._waiting))
         new = queries[max(0, expected - start) : max(0, self._kept.start - start)]
-        if new.size:
-            self._waiting.append(new.copy())
+        if len(new):
+            self._waiting.append(new.float().clone())
         while (count := min(_TOGETHER, self._kept.start - self._next)) > 0:
             if sum(map(len, self._waiting)) < count:
                 return
-            there = np.concatenate(self._waiting)
+            there = _joined(self._waiting)
             self._vote(there[:count], keys_until(self._next + count), cap)
             self._next, self._waiting = self._next + count, [there[count:]]
 
-    def _vote(self, queries: Floats, keys: Floats, cap: float | None) -> None:
+    def _vote(self, queries: Any, keys: Any, cap: float | None) -> None:
         """Queries [T, H, D] of the last positions that keys [K, C, D] are of."""
-        count, num_kv, num_seen = len(queries), keys.shape[0], keys.shape[1]
-        own = queries.reshape(count, num_kv, -1, queries.shape[2]).transpose(1, 2, 0, 3)  # [K, G, T, D]
-        future = np.arange(num_seen) > np.arange(num_seen - count, num_seen)[:, None]
+        count, (num_kv, num_seen) = len(queries), keys.shape[:2]
+        own = queries.view(count, num_kv, -1, queries.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
         size = self._sums.shape[1]
-        # One head after another, because weights of all take hundreds of megabytes at 32,768 tokens.
-        for head in range(num_kv):
-            weights = capped(own[head] @ keys[head].T, cap)  # [G, T, C]
-            weights[:, future] = -np.inf
-            weights = np.exp(weights - weights.max(2, keepdims=True))
-            weights /= weights.sum(2, keepdims=True)
-            votes = weights[..., :size].sum((0, 1), dtype=np.float64)
-            self._sums[head, : votes.size] += np.rint(VOTE * votes).astype(np.int64)
+        # So many heads at a time that their weights are no hundreds of megabytes.
+        together = max(1, _MOST_WEIGHTS // (queries.shape[1] // num_kv * count * num_seen))
+        for first in range(0, num_kv, together):
+            heads = slice(first, first + together)
+            scores = own[heads] @ keys[heads, None].mT  # [k, G, T, C]
+            if cap is not None:
+                scores = cap * (scores / cap).tanh()
+            future = scores.new_ones(scores.shape[2:]).triu(num_seen - count + 1).bool()
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            votes = weights[..., :size].double().sum((1, 2))
+            self._sums[heads, : votes.shape[1]] += (VOTE * votes).round().long().cpu().numpy()
+
+
+def _joined(tensors: Sequence[Any]) -> Any:
+    import torch
+
+    return torch.cat(list(tensors))
 
 
 class Votes:
@@ -143,13 +151,12 @@ class VoteCounter:
 
     def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
         """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
-        queries = q if isinstance(q, np.ndarray) else q.float().cpu().numpy()
         for row in self._rows:
 
-            def keys_until(count: int, row: _VotingRow = row) -> Floats:
-                return keys_of(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
+            def keys_until(count: int, row: _VotingRow = row) -> Any:
+                return gathered(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
 
-            own = queries[row.tokens] * np.float32(options.scale)
+            own = q[row.tokens].float() * options.scale
             layer = row.votes.layer(self._number, self._first_rows[id(cache)], cache.keys.shape[1])
             layer.take(own, row.start, keys_until, options.soft_cap)
         self._number += 1

@@ -285,8 +285,8 @@ def test_votes_do_not_depend_on_the_cuts(policy: str) -> None:
     kept = KeptBlocks.of(Retention(policy=policy, window_tokens=50), 141, BLOCK)
     assert isinstance(kept, ChosenTokens)
     generator = np.random.default_rng(3)
-    queries = generator.standard_normal((160, 6, 8), np.float32)
-    keys = generator.standard_normal((2, 160, 8), np.float32)
+    queries = torch.from_numpy(generator.standard_normal((160, 6, 8), np.float32))
+    keys = torch.from_numpy(generator.standard_normal((2, 160, 8), np.float32))
     found = []
     for cuts in ([], [1, 109, 110, 130], list(range(0, 141, 7)), [128]):
         sums = np.zeros((2, kept.num_whole * BLOCK), np.int64)
@@ -309,15 +309,15 @@ def voted(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> tuple[to
     kept = KeptBlocks.of(asked, num_prompt, BLOCK)
     assert isinstance(kept, ChosenTokens)
     generator = np.random.default_rng(num_prompt)
-    queries = generator.standard_normal((num_prompt, num_heads, 8), np.float32)
-    keys = generator.standard_normal((num_kv, num_prompt, 8), np.float32)
+    queries = torch.from_numpy(generator.standard_normal((num_prompt, num_heads, 8), np.float32))
+    keys = torch.from_numpy(generator.standard_normal((num_kv, num_prompt, 8), np.float32))
     sums = np.zeros((num_kv, kept.num_whole * BLOCK), np.int64)
     LayerVotes(kept, sums).take(queries, 0, lambda count: keys[:, :count], None)
     stays = torch.zeros(num_kv, num_prompt, dtype=torch.bool)
     stays[:, kept.num_whole * BLOCK :] = True
     stays.scatter_(1, torch.from_numpy(chosen_of(sums, kept)), True)
-    by_head = torch.from_numpy(keys).repeat_interleave(num_heads // num_kv, 0)
-    scores = torch.from_numpy(queries).transpose(0, 1) @ by_head.transpose(1, 2)
+    by_head = keys.repeat_interleave(num_heads // num_kv, 0)
+    scores = queries.transpose(0, 1) @ by_head.transpose(1, 2)
     future = torch.ones(num_prompt, num_prompt, dtype=torch.bool).triu(1)
     return scores.masked_fill(future, float("-inf")).softmax(-1), stays
 
