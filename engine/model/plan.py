@@ -36,7 +36,13 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
-from engine.model.kv_memory import check_kv_dtype, forgotten_block_bytes, kv_bytes_per_token, kv_dtypes_of
+from engine.model.kv_memory import (
+    check_forgotten_bytes,
+    check_kv_dtype,
+    forgotten_block_bytes,
+    kv_bytes_per_token,
+    kv_dtypes_of,
+)
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
@@ -320,6 +326,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += _draft_workspace(given, per_token)
+    check_forgotten_bytes(spec, cache)
     windows = window_room_of(given)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
