@@ -326,7 +326,6 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += _draft_workspace(given, per_token)
-    check_forgotten_bytes(spec, cache)
     windows = window_room_of(given)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
@@ -409,10 +408,13 @@ def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
 
 
 def _check_cache(given: PlanInput) -> None:
-    """Raises ConfigError for blocks, or a type of a draft's keys and values, that there cannot be."""
+    """Raises ConfigError for blocks, a type of a draft's keys and values, or memory for forgotten ones, that
+    there cannot be.
+    """
     size = given.config.cache.block_size
     if LARGEST_BLOCK % size:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
+    check_forgotten_bytes(given.spec, given.config.cache)
     if given.draft is not None:
         check_kv_dtype(given.draft.spec, given.kv_dtype)
 
