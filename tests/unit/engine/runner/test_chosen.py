@@ -27,9 +27,11 @@ from engine.scheduler import Scheduler
 from engine.types import ChoiceStatistics, ChosenTokens, KeptBlocks, Request, SamplingParams
 from kernels.paged_cache.host import allocate_host_layer
 from kernels.paged_cache.store import allocate_layer
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
 from tests.unit.engine.runner.driver import open_runner, prompt_of
+from tests.unit.engine.runner.test_moved_forms import FORMS
 from tests.unit.engine.runner.test_retention import BLOCK, NUM_TOKENS, generate
 from tests.unit.engine.runner.test_window import native_or_skip, poison_free_blocks
 
@@ -171,11 +173,16 @@ def test_answers_of_chosen_tokens_run_beside_captured_ones(
 
 
 def answer(
-    runner: ModelRunner, prompt: list[int], asked: Retention | None, output: Sequence[int] = (), n: int = 1
+    runner: ModelRunner,
+    prompt: list[int],
+    asked: Retention | None,
+    output: Sequence[int] = (),
+    n: int = 1,
+    budget: int = 48,
 ) -> tuple[dict[int, list[int]], ChoiceStatistics]:
     """Tokens by choice, and the last one's statistics."""
     scheduler = Scheduler(
-        SchedulerConfig(max_num_batched_tokens=48),
+        SchedulerConfig(max_num_batched_tokens=budget),
         CacheConfig(),
         memory_plan(runner.storage.num_blocks, BLOCK, 256),
         model="m",
@@ -226,6 +233,17 @@ def test_other_forms_of_keys_and_values_choose_alike_everywhere(
             answers.append([answer(runner, prompt, asked)[0][0] for prompt, asked in ASKED])
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][2]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_goes_on_elsewhere_as_it_began(tmp_path: Path, form: str) -> None:
+    """What is chosen once more, from blocks that were computed in other steps, is the same."""
+    make_checkpoint(tmp_path, "llama", head_dim=16, num_hidden_layers=4)
+    with closing(open_runner(tmp_path, cache=FORMS[form], native=native_or_skip())) as runner:
+        for prompt, asked in ASKED[:2]:
+            told, _ = answer(runner, prompt, asked)
+            rest, _ = answer(runner, prompt, asked, output=told[0][:37], budget=29)
+            assert rest[0] == told[0][37:]
 
 
 def test_what_was_not_chosen_is_measured(
