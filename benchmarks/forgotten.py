@@ -11,11 +11,13 @@ them is what the boxes of blocks alone would say, a third of the memory. A share
 an answer, on average over its tokens, layers and heads.
 
 `--stream` is about memory instead: the bundled model, which has 4,096 positions, goes on for so many tokens
-with a window of 512, and what the process and the answer hold is printed on the way. Nothing here is a time.
+with a window of 512, and what the process and the answer hold is printed on the way; and, the only times
+here, the longest gap between two tokens where it goes on beyond the positions, and the longest of the others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -128,14 +130,52 @@ def streamed(num_tokens: int) -> list[Row]:
     with closing(runner):
         num_blocks, num_drawn = scheduler.load(0.0).num_free_blocks, 0
         scheduler.submit(request, 0.0)
+        gaps = _Gaps()
         while scheduler.has_work:
             scheduler.update(runner.launch(scheduler.schedule(1.0)).wait(), 1.0)
-            num_drawn += sum(len(event.token_ids) for event in scheduler.drain_events())
+            count = sum(len(event.token_ids) for event in scheduler.drain_events())
+            load = scheduler.load(1.0)
+            gaps.see(count, load.counters.num_renewals)
+            num_drawn += count
             if num_drawn > len(rows) * num_tokens // 10:
-                held = num_blocks - scheduler.load(1.0).num_free_blocks
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
-                rows.append({"tokens": num_drawn, "blocks held": held, "resident MiB": resident // 2**20})
+                rows.append(
+                    {
+                        "tokens": num_drawn,
+                        "blocks held": num_blocks - load.num_free_blocks,
+                        "resident MiB": resident // 2**20,
+                        "renewals": load.counters.num_renewals,
+                        **gaps.told(),
+                    }
+                )
     return rows
+
+
+class _Gaps:
+    """Longest times between tokens since they were told last."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self._num_renewals = self._seen = 0
+        self._longest_s = [0.0, 0.0]
+
+    def see(self, num_tokens: int, num_renewals: int) -> None:
+        """A step is through that gave so many tokens; so often the answer went on beyond the positions."""
+        if not num_tokens:
+            return
+        now = time.perf_counter()
+        if self._last_s is not None:
+            # The step that brings an answer to the end of the positions renews it; the next token is late.
+            renewed = self._num_renewals > self._seen
+            self._longest_s[renewed] = max(self._longest_s[renewed], now - self._last_s)
+            self._seen = self._num_renewals
+        self._last_s, self._num_renewals = now, num_renewals
+
+    def told(self) -> dict[str, float]:
+        """In milliseconds."""
+        plain, renewed = (round(1e3 * longest_s, 1) for longest_s in self._longest_s)
+        self._longest_s = [0.0, 0.0]
+        return {"longest gap, ms": plain, "at a renewal, ms": renewed}
 
 
 def _folder(name: str) -> Path:

@@ -79,8 +79,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_fraction: float = 0.85
     # Element type of keys and values; "auto" is the model's.
     kv_dtype: KvDtype = "auto"
-    # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. A few
-    # layers lose most of what four bits lose. What drafts has `kv_dtype` alone.
+    # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. Layers
+    # differ in what four bits cost them (`python -m benchmarks.kv_layers`). What drafts has `kv_dtype` alone.
     kv_dtype_layers: dict[str, KvDtype] = {}
     prefix_caching: bool = True
     # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.

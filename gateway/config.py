@@ -365,9 +365,8 @@ class DeliberationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tiers.<name>.kv]`: what answers may forget of their keys and values."""
 
-    # Those that requests may name. Not h2o unless it is said: it adds up all of a prompt's attention between
-    # two steps, which takes seconds for long prompts and holds up others' answers meanwhile.
-    policies: tuple[RetentionPolicy, ...] = tuple(each for each in POLICIES if each != "h2o")
+    # Those that requests may name.
+    policies: tuple[RetentionPolicy, ...] = POLICIES
     # Of requests that name none: "full" forgets nothing, the others have one of the numbers below. Models
     # that can forget nothing are served as with "full".
     policy: RetentionPolicy = FULL

@@ -25,6 +25,7 @@ from millrace.inference.v1 import inference_pb2
 
 from benchmarks.neighbour import http2
 from benchmarks.neighbour.floods import FLOODS
+from benchmarks.neighbour.prompts import PROMPTS
 from benchmarks.neighbour.requests import (
     BODIES,
     CHAT,
@@ -304,6 +305,7 @@ ATTACKS: Mapping[str, Attack] = {
     "endless bodies, HTTP/1.1, with a key": endless_bodies(over_http2=False, key=True),
     "60 bodies of 16 MB that never end": large_endless_bodies,
     **FLOODS,
+    **PROMPTS,
 }
 
 

@@ -24,6 +24,7 @@ from engine.model.stage_ops import add_forward
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
 from kernels.altup.native import LARGEST_STREAMS
+from kernels.attention.native_ops import vote_rows
 from kernels.host import HOST, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
@@ -162,6 +163,7 @@ class NativeDecoder:
         step.query_starts = _address(ragged.query_starts)
         step.context_lens = _address(ragged.context_lens)
         step.block_tables = _address(ragged.block_tables)
+        step.votes = None if ragged.votes is None else _address(ragged.votes)
         states = batch.states
         if states is not None:
             step.state_slots = _address(states.slots)
@@ -273,6 +275,7 @@ class NativeDecoder:
             ranks=self.ranks,
             copies_slots=self.copies_slots,
         )
+        builder.vote_rows, _ = vote_rows(caches)
         num_layers = len(self.model.layers)
         # What the last layer leaves stays in the stream.
         captured = [

@@ -36,7 +36,13 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
-from engine.model.kv_memory import check_kv_dtype, forgotten_block_bytes, kv_bytes_per_token, kv_dtypes_of
+from engine.model.kv_memory import (
+    check_forgotten_bytes,
+    check_kv_dtype,
+    forgotten_block_bytes,
+    kv_bytes_per_token,
+    kv_dtypes_of,
+)
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
@@ -402,10 +408,13 @@ def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
 
 
 def _check_cache(given: PlanInput) -> None:
-    """Raises ConfigError for blocks, or a type of a draft's keys and values, that there cannot be."""
+    """Raises ConfigError for blocks, a type of a draft's keys and values, or memory for forgotten ones, that
+    there cannot be.
+    """
     size = given.config.cache.block_size
     if LARGEST_BLOCK % size:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
+    check_forgotten_bytes(given.spec, given.config.cache)
     if given.draft is not None:
         check_kv_dtype(given.draft.spec, given.kv_dtype)
 

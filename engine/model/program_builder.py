@@ -96,6 +96,8 @@ class ProgramBuilder:
         # By kv heads and size of values; and those that are made for the step.
         self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
         self._planned: set[tuple[int, int]] = set()
+        # Where votes for what is in a cache go, by its id.
+        self.vote_rows: dict[int, int] = {}
         self.expert_buffers: ExpertBuffers | None = None
 
     def turn_to(self, step: ctypes.Structure) -> None:
@@ -365,6 +367,7 @@ class ProgramBuilder:
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
             ahead=options.ahead,
+            vote_row=self.vote_rows.get(id(cache), 0),
         )
         self.add("attention", args, attention, cache, q, mixed)
 

@@ -199,6 +199,8 @@ class ResultHandler:
         sequence = row.sequence
         is_back = sequence.coming_back is not None
         if row.epoch == sequence.epoch:
+            if row.samples and sequence.renewing is not None:
+                self._state.totals.renewal_s += now - sequence.renewing[0]
             sequence.takes_result(now, is_sampled=row.samples)
         search = self._state.searches.get(sequence.group.request.request_id)
         (search or sequence).prompt_logprobs.extend(outcome.prompt_logprobs)
@@ -242,7 +244,7 @@ class ResultHandler:
         if reason is None:
             self._state.report(sequence.group, event)
             if sequence.num_known >= sequence.max_tokens_total:
-                self._state.renew(sequence)
+                self._state.renew(sequence, now)
         else:
             if request.hand_over and reason is FinishReason.LENGTH:
                 self._state.hold(sequence, now)

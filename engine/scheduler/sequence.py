@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from engine.types import (
 
 # Reasons to end a request that nobody takes answers of any more.
 _ENDED_EARLY = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE})
+# Renewals that are told of an answer that goes on for ever.
+_MOST_RENEWALS = 32
 
 
 class Status(Enum):
@@ -245,6 +248,9 @@ class Sequence:
         self.restoring: tuple[float, int] | None = None
         self.comebacks_s: list[tuple[float, float, int]] = []
         self.restores_s: list[tuple[float, float, int]] = []
+        # The same of going on beyond the model's positions.
+        self.renewing: tuple[float, int] | None = None
+        self.renewals_s: deque[tuple[float, float, int]] = deque(maxlen=_MOST_RENEWALS)
         # For how long prompts of its tier had been held back when something of it was computed last; see
         # `HeldBack`.
         self.held_before_s: float | None = None
@@ -395,13 +401,18 @@ class Sequence:
         self.waiting_since_s = now
 
     def takes_result(self, now: float, *, is_sampled: bool) -> None:
-        """Books what a step's result ends: a restore with any, the return to the batch with a token."""
+        """Books what a step's result ends: a restore with any, a return to the batch and a renewal with a
+        token.
+        """
         if self.restoring is not None:
             self.restores_s.append((self.restoring[0], now, self.restoring[1]))
             self.restoring = None
         if is_sampled and self.coming_back is not None:
             self.comebacks_s.append((self.coming_back[0], now, self.coming_back[1]))
             self.coming_back = None
+        if is_sampled and self.renewing is not None:
+            self.renewals_s.append((self.renewing[0], now, self.renewing[1]))
+            self.renewing = None
 
     def rewind(self) -> None:
         """Forgets all progress but the tokens: the blocks are gone."""
@@ -415,10 +426,11 @@ class Sequence:
         if self.first_token_s is None:
             self.prompt_logprobs.clear()
 
-    def renew(self) -> None:
+    def renew(self, now: float) -> None:
         """Goes on behind the model's positions, with what it takes along; its blocks are gone."""
         self.rewind()
         self._leave()
+        self.renewing = (now, self.num_known)
 
     def _leave(self) -> None:
         """Leaves the tokens that a text of so many no longer looks back on."""
@@ -449,6 +461,7 @@ class Sequence:
             absences_s=tuple(self.absences_s),
             comebacks_s=tuple(self.comebacks_s),
             restores_s=tuple(self.restores_s),
+            renewals_s=tuple(self.renewals_s),
             drafts=dict(self.drafts),
         )
         history.add(self.took)

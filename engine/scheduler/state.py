@@ -349,7 +349,7 @@ class SchedulerState:
         sequence.kept = sequence.table.kept = None
         sequence.whole_from = sequence.epoch
 
-    def renew(self, sequence: Sequence) -> None:
+    def renew(self, sequence: Sequence, now: float) -> None:
         """Lets an answer go on that has come to the end of the model's positions. It keeps its slot, if it
         has one; what it takes along is computed as a prompt is, in blocks that it had.
         """
@@ -357,7 +357,8 @@ class SchedulerState:
         if sequence.status is Status.RUNNING:
             self.cache.free(sequence.table)
             self.released.append(sequence.sequence_id)
-        sequence.renew()
+        sequence.renew(now)
+        self.totals.num_renewals += 1
 
     def reset_running(self, now: float) -> None:
         """A step failed: everything that ran goes back to the queue."""

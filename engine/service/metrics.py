@@ -27,7 +27,7 @@ from engine.types import (
     TokenEvent,
 )
 from engine.types.hand_over import HandOverCounters
-from observability.emit import drafts, hand_overs, names
+from observability.emit import drafts, hand_overs, names, retention
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import Metric, SpanName
 from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
@@ -142,7 +142,7 @@ class RequestTrace:
         )
 
     def _record_losses(self, choice_index: int, statistics: ChoiceHistory) -> None:
-        """Times out of the batch, the returns, and blocks brought back from host memory."""
+        """Times out of the batch, the returns, blocks brought back from host memory, and renewals."""
         lost: list[tuple[SpanName, float, float, dict[str, int]]] = [
             (names.ENGINE_PREEMPTED, start_s, end_s, {}) for start_s, end_s in statistics.absences_s
         ]
@@ -153,6 +153,10 @@ class RequestTrace:
         lost += [
             (names.ENGINE_OFFLOAD, start_s, end_s, {names.RESTORED_TOKENS: tokens})
             for start_s, end_s, tokens in statistics.restores_s
+        ]
+        lost += [
+            (retention.ENGINE_RENEWED, start_s, end_s, {names.RECOMPUTED_TOKENS: tokens})
+            for start_s, end_s, tokens in statistics.renewals_s
         ]
         for name, start_s, end_s, attributes in lost:
             self._telemetry.record(
@@ -197,6 +201,8 @@ _COUNTERS: tuple[tuple[Metric, dict[str, str], str], ...] = (
     (names.PROMPT_TOKENS_DONE, {"source": "restored"}, "restored_tokens"),
     (names.OFFLOADED, {"direction": "out"}, "offloaded_blocks"),
     (names.OFFLOADED, {"direction": "in"}, "restored_blocks"),
+    (retention.RENEWALS, {}, "num_renewals"),
+    (retention.RENEWAL_SECONDS, {}, "renewal_s"),
 )
 
 # The same where engines hand prompts over.

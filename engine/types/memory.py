@@ -38,6 +38,9 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     recomputed_tokens: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
+    # Answers that went on beyond the model's positions, and their pauses.
+    num_renewals: int = 0
+    renewal_s: float = 0.0
     # Cause (see observability.emit.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
     # Where there is a disk, and where blocks go from engine to engine.

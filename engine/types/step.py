@@ -55,6 +55,9 @@ class ChoiceHistory(ChoiceStatistics, kw_only=True):
     comebacks_s: tuple[tuple[float, float, int], ...] = ()
     # (start, end, tokens) of every step that brought blocks back from host memory.
     restores_s: tuple[tuple[float, float, int], ...] = ()
+    # (start, end, tokens computed again) of the latest times that it went on beyond the model's positions, up
+    # to the next token.
+    renewals_s: tuple[tuple[float, float, int], ...] = ()
     # Drafts that were verified, and those of them that were accepted, by who proposed them.
     drafts: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 

@@ -5,6 +5,7 @@
 #include "attention/attention_plan.h"
 #include "attention/attention_products.h"
 #include "attention/attention_tiles.h"
+#include "attention/attention_votes.h"
 #include "paged_cache/hadamard.h"
 
 namespace millrace {
@@ -34,6 +35,7 @@ struct Scratch {
   Stream::Lists asked;
   std::vector<Chunk> chunks;
   Buffer key_scales, value_scales;  // [heads, kPartTokens] of a streamed unit
+  Ballot ballot;
 };
 
 // A unit for some neighbouring heads. Streamed: of few rows, read in the order of memory (attention_stream.h).
@@ -395,8 +397,10 @@ class Worker {
     constexpr int64_t kPair = 2 * kLanes;
     const int64_t low = std::max(seen.begin, first_visible(position) - origin);
     const int64_t high = std::min(seen.end, position + args_.ahead + 1 - origin);
-    const int64_t begin = std::max(read.begin, low) / kPair * kPair;
+    // A row with a window may see nothing of the part.
+    const int64_t begin = std::min(kPartTokens, std::max(read.begin, low) / kPair * kPair);
     float* scores = products_.scores(row);
+    float* const votes = scratch_.ballot.weights(row);
     const Vec nothing = set1(-INFINITY);
     const bool as_they_are = !cache_.scales && args_.soft_cap == 0.0f;
     Vec most[2] = {nothing, nothing}, total[2] = {zero(), zero()};
@@ -421,6 +425,7 @@ class Worker {
         const int64_t at = i + half * kLanes;
         Vec weight = Products::weight_of(sub(load(scores + at), base));
         total[half] = add(total[half], weight);
+        if (votes) store(votes + at, weight);
         if (cache_.scales) weight = mul(weight, load(value_scales + at));
         products_.set_weights(row, at, weight);
       }
@@ -429,6 +434,10 @@ class Worker {
     const int64_t after = std::max(begin, (high + kPair - 1) / kPair * kPair);
     for (int64_t at = after; at < read.end; at += kLanes) products_.set_weights(row, at, zero());
     products_.weights_are_set(row, read.begin, read.end);
+    if (votes) {
+      std::fill(votes, votes + begin, 0.0f);
+      std::fill(votes + after, votes + kPartTokens, 0.0f);
+    }
     scratch_.maxima[row] = maximum;
     scratch_.sums[row] = sum(add(total[0], total[1]));
   }
@@ -445,12 +454,27 @@ class Worker {
     const Tile& tile = plan_.tiles[members_[0]];
     start_running(rows_);
     there().end = 0;
-    for (int64_t part = first_visible(tile.position) / kPartTokens; part < tile.num_parts; ++part) {
+    const int64_t first = first_visible(tile.position) / kPartTokens;
+    Ballot& ballot = scratch_.ballot;
+    const Votes* votes = step_.votes && step_.votes[tile.sequence].sums ? step_.votes + tile.sequence : nullptr;
+    ballot.open(votes, tile, group_, first);
+    for (int64_t part = first; part < tile.num_parts; ++part) {
       locate(here(), unit, head_, part);
       compute_part(part);
+      ballot.end_part(scratch_.maxima.data());
       for (int64_t row = 0; row < rows_; ++row) take_part(row, row);
     }
     finish(tile, rows_);
+    if (ballot.is_open()) count(*votes);
+    ballot.close();
+  }
+
+  // Adds up what the rows of a whole tile paid to each key.
+  void count(const Votes& votes) {
+    const auto factor = [&](int64_t row, float maximum) {
+      return weight_beside(maximum, scratch_.running_maxima[row]) / scratch_.running_sums[row];
+    };
+    scratch_.ballot.count(votes.sums + (args_.vote_row + head_) * votes.size, votes.size, factor);
   }
 
   void start_running(int64_t rows) {

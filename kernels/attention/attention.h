@@ -40,6 +40,7 @@ struct AttentionArgs {
   float scale;
   float soft_cap;  // 0 is none
   int64_t ahead;   // positions behind the query's own that it sees as well, as far as the step computes them
+  int64_t vote_row;  // of the sums of Step::votes that the first kv head adds to
 };
 
 }  // namespace millrace

@@ -62,8 +62,11 @@ class Planner {
   void cut(int64_t sequence, std::vector<int64_t>& split) {
     const int64_t begin = step_.query_starts[sequence], end = step_.query_starts[sequence + 1];
     const int64_t start = step_.context_lens[sequence] - (end - begin), group = plan_.group();
-    const int64_t few = std::max<int64_t>(1, kSplitRows / group);
-    const int64_t most = end - begin <= few ? few : std::max<int64_t>(1, kMaxRows / group);
+    const bool votes = step_.votes && step_.votes[sequence].sums;
+    // Votes are counted where a tile's rows see all of their history.
+    const int64_t few = votes ? 0 : std::max<int64_t>(1, kSplitRows / group);
+    const int64_t rows = votes ? std::min(kMaxRows, kKeptWeights / step_.context_lens[sequence]) : kMaxRows;
+    const int64_t most = end - begin <= few ? few : std::max<int64_t>(1, rows / group);
     for (int64_t token = begin; token < end; token += most) {
       Tile tile = {};
       tile.sequence = sequence;

@@ -25,6 +25,8 @@ constexpr int64_t kSplitRows = 16;
 // Units of so few rows are multiplied without packing, several heads at once.
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kWholeTile = -1;
+// Weights of voting rows that a thread keeps (attention_votes.h): longer histories have tiles of fewer rows.
+constexpr int64_t kKeptWeights = 1 << 20;
 
 struct Tile {
   int64_t sequence;

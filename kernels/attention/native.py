@@ -37,6 +37,7 @@ class _Step:
             query_starts=starts,
             context_lens=lens,
             block_tables=tables,
+            votes=None if batch.votes is None else batch.votes.ctypes.data,
         )
 
 
@@ -98,6 +99,7 @@ class NativeAttention:
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
             ahead=options.ahead,
+            vote_row=0,
         )
         ops.append(Op(self.library, "attention", args))
         self.library.run(ops, num_threads=self.num_threads)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from typing import Any
 
 from kernels.native.library import NativeLibrary
 from kernels.native.mirror import structure
 
 AttentionPlanArgs = structure("AttentionPlanArgs")
 AttentionArgs = structure("AttentionArgs")
+# What a weight of 1 counts among votes (attention_votes.h).
+VOTE = 1 << 27
+
+
+def vote_rows(caches: Sequence[Any]) -> tuple[dict[int, int], int]:
+    """By the id of a layer's cache the first of its kv heads' rows among the votes of all layers, and how
+    many there are. Layers that share their keys share rows.
+    """
+    rows: dict[int, int] = {}
+    count = 0
+    for cache in caches:
+        if id(cache) not in rows and hasattr(getattr(cache, "keys", None), "shape"):
+            rows[id(cache)] = count
+            count += cache.keys.shape[1]
+    return rows, count
 
 
 class NativeAttentionPlan:

@@ -24,6 +24,8 @@ class RaggedBatch:
     context_lens: NDArray[np.int64]  # [S] tokens of history, those of this step included
     block_tables: NDArray[np.int64]  # [S, C] block ids; unused entries are 0
     block_size: int
+    # Where votes of each sequence's queries go [S, 4], as in the kernels' Step; None where nobody votes.
+    votes: NDArray[np.int64] | None = None
 
     @property
     def query_lens(self) -> NDArray[np.int64]:

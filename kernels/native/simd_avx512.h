@@ -146,5 +146,7 @@ inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints byte_up(Ints a) { return _mm512_slli_epi32(a, 8); }
 inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+// Rounds to nearest even.
+inline Ints to_ints(Vec v) { return _mm512_cvtps_epi32(v); }
 
 }  // namespace millrace

@@ -196,6 +196,8 @@ inline Ints add(Ints a, Ints b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.h
 inline Ints sub(Ints a, Ints b) { return {vsubq_s32(a.low, b.low), vsubq_s32(a.high, b.high)}; }
 inline Ints byte_up(Ints a) { return {vshlq_n_s32(a.low, 8), vshlq_n_s32(a.high, 8)}; }
 inline Vec to_floats(Ints a) { return {vcvtq_f32_s32(a.low), vcvtq_f32_s32(a.high)}; }
+// Rounds to nearest even.
+inline Ints to_ints(Vec v) { return {vcvtnq_s32_f32(v.low), vcvtnq_s32_f32(v.high)}; }
 inline Ints bits_of(Vec v) { return {vreinterpretq_s32_f32(v.low), vreinterpretq_s32_f32(v.high)}; }
 inline Vec of_bits(Ints v) { return {vreinterpretq_f32_s32(v.low), vreinterpretq_f32_s32(v.high)}; }
 

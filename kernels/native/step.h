@@ -1,12 +1,21 @@
 // Values that change from step to step. One Step lives as long as its program; ops hold a pointer to it.
 //
 // Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
-// whose logits are wanted, A rows of adapters, B blocks of these, P snapshots of states, M copies.
+// whose logits are wanted, A rows of adapters, B blocks of these, P snapshots of states, M copies, F positions
+// that are voted for.
 #pragma once
 
 #include <cstdint>
 
 namespace millrace {
+
+// Which queries of a sequence vote for the first F positions, by what they attend to.
+struct Votes {
+  int64_t* sums;  // rows of F, one for each layer and kv head (AttentionArgs::vote_row); null: none does
+  int64_t first;  // positions [first, end) vote
+  int64_t end;
+  int64_t size;   // F
+};
 
 struct Step {
   int64_t num_tokens;           // T
@@ -29,6 +38,7 @@ struct Step {
   const int64_t* snapshot_slots;  // [P] where it goes
   int64_t num_slot_copies;        // M
   const int64_t* slot_copies;     // [M, 2] slots whose keys and values are read and written, behind the step's own
+  const Votes* votes;             // [S], or null where nobody votes
 };
 
 }  // namespace millrace

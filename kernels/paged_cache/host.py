@@ -7,6 +7,7 @@ Shape letters: N blocks, K kv heads, P block size, D key dim, E value dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,50 @@ class HostCache:
     def tensors(self) -> list[NDArray[Any]]:
         """Every array whose first axis is blocks, for copies and offload."""
         return [part for part in (self.keys, self.scales, self.values) if part is not None]
+
+    def wide_keys(self, blocks: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded."""
+        found = self.keys[blocks]
+        if self.type_name == "bfloat16":
+            return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if self.type_name == "fp8":
+            keys = _float8_values()[found]
+        elif self.type_name == "int4":
+            halves = _int4_levels()[found.reshape(*found.shape[:3], -1, 4)]
+            keys = halves.swapaxes(-1, -2).reshape(*found.shape[:3], -1)
+        else:
+            keys = found.astype(np.float32)
+        if self.scales is not None:
+            keys *= self.scales[blocks][..., :1]
+        wide: NDArray[np.float32] = keys @ _turned_back(keys.shape[3]) if self.type_name == "int4" else keys
+        return wide
+
+
+@cache
+def _float8_values() -> NDArray[np.float32]:
+    """Of each byte that is a float8_e4m3fn: a sign, four bits of exponent, three of fraction."""
+    size = np.arange(128)
+    exponent, fraction = size >> 3, (size & 7) / 8
+    values = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7))
+    values[127] = np.nan
+    return np.concatenate((values, -values)).astype(np.float32)
+
+
+@cache
+def _int4_levels() -> NDArray[np.float32]:
+    """Of each byte the levels [2] of its low half and its high one (four_bits)."""
+    codes = np.arange(256)
+    return (2 * np.stack((codes & 15, codes >> 4), -1) - 15).astype(np.float32)
+
+
+@cache
+def _turned_back(size: int) -> NDArray[np.float32]:
+    """The matrix [D, D] by which rows are what they were before `four_bits.turn`."""
+    block = size & -size
+    rows = [[(-1) ** (one & other).bit_count() for other in range(block)] for one in range(block)]
+    signs = [(-1) ** (index & index >> 1).bit_count() * block**-0.5 for index in range(size)]
+    found: NDArray[np.float32] = (np.kron(np.eye(size // block), rows) * signs).astype(np.float32)
+    return found
 
 
 def allocate_host_layer(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.paged_cache import four_bits
+from kernels.paged_cache.host import allocate_host_layer
 from tests.kernels.attention import poisoned_cache
 
 
@@ -29,6 +31,26 @@ def test_gather_returns_what_was_written(dtype: torch.dtype, value_dim: int) -> 
     relative = 1 / 16 if dtype == torch.float8_e4m3fn else 0.0
     torch.testing.assert_close(got_keys, expected, atol=tolerance or 0.001, rtol=relative)
     torch.testing.assert_close(got_values, expected_values, atol=tolerance or 0.001, rtol=relative)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64])
+@pytest.mark.parametrize("type_name", ["float32", "bfloat16", "int8", "fp8", "int4"])
+def test_keys_are_widened_without_torch(type_name: str, dim: int) -> None:
+    """Of any bytes but NaN what torch makes of them."""
+    sizes = {"num_blocks": 9, "block_size": 4, "num_heads": 3, "key_dim": dim, "value_dim": dim}
+    cache = allocate_host_layer(**sizes, shared_value_dim=0, type_name=type_name)
+    generator = np.random.default_rng(dim)
+    for part in cache.tensors():
+        part[:] = generator.standard_normal(part.shape) if part.dtype == np.float32 else 0
+        if part.dtype != np.float32:
+            part.view(np.uint8)[:] = generator.integers(0, 127, part.view(np.uint8).shape)
+    dtype = torch.float8_e4m3fn if type_name == "fp8" else getattr(torch, type_name)
+    other = poisoned_cache(dtype, 3, dim, dim, num_blocks=9)
+    for ours, theirs in zip(cache.tensors(), other.tensors(), strict=True):
+        theirs.view(torch.uint8).copy_(torch.from_numpy(ours.view(np.uint8)))
+    blocks = np.array([3, 0, 8])
+    expected = other.gather(torch.from_numpy(blocks)[None])[0][0].view(3, 3, 4, dim).transpose(0, 1)
+    torch.testing.assert_close(torch.from_numpy(cache.wide_keys(blocks)), expected, atol=1e-5, rtol=1e-6)
 
 
 def four_bit_error(keys: torch.Tensor, *, turned: bool = True) -> float:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.branch_draws import draw_with_branches
-from engine.runner.forgotten.meter import WatchedAttention, meter_of, take_forgotten
-from engine.runner.forgotten.votes import choose, counter_of
+from engine.runner.forgotten.meter import LossMeter, WatchedAttention, Watcher, meter_of, take_forgotten
+from engine.runner.forgotten.votes import choose, counter_of, with_votes
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
@@ -141,17 +141,7 @@ def compute_step(
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
     _take_forgotten(inputs, table, storage, inputs.starts)
-    meter = meter_of(
-        [(state.kept, state.forgotten) for state in inputs.states],
-        inputs.starts,
-        inputs.batch,
-        storage.layers,
-    )
-    counter = counter_of([state.votes for state in inputs.states], inputs.starts, inputs.batch)
-    watchers = [each for each in (meter, counter) if each is not None]
-    if watchers:
-        attention = WatchedAttention(attention, watchers)
-    hidden = model.forward(inputs.batch, storage.layers, attention)
+    hidden, meter = _forward(model, attention, storage, inputs)
     # Before the blocks can be another's.
     _take_forgotten(inputs, table, storage, inputs.ends)
     if table.pool is not None:
@@ -171,6 +161,28 @@ def compute_step(
     # Last: a step that is computed once more begins with the whole prompt.
     _choose(inputs, table, storage)
     return step
+
+
+def _forward(
+    model: Model, attention: Any, storage: KvStorage, inputs: StepInputs
+) -> tuple[Any, LossMeter | None]:
+    """Hidden states of the step's rows, and what measures what they lose."""
+    assert inputs.batch is not None, "as above"
+    batch, caches = inputs.batch, storage.layers
+    meter = meter_of([(state.kept, state.forgotten) for state in inputs.states], inputs.starts, batch, caches)
+    votes = [state.votes for state in inputs.states]
+    watchers: list[Watcher] = [] if meter is None else [meter]
+    if attention is None:
+        batch = inputs.batch = with_votes(votes, inputs.starts, batch, caches)
+    elif (counter := counter_of(votes, inputs.starts, batch, caches)) is not None:
+        watchers.append(counter)
+    if watchers:
+        attention = WatchedAttention(attention, watchers)
+    hidden = model.forward(batch, caches, attention)
+    for each, end in zip(votes, inputs.ends.tolist(), strict=True):
+        if each is not None:
+            each.next = max(each.next, end)
+    return hidden, meter
 
 
 def _take_forgotten(

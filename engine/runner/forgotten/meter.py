@@ -175,36 +175,16 @@ def take_forgotten(
 
 def keys_of(cache: Any, blocks: NDArray[np.int64]) -> Floats:
     """Keys [K, C, D] of blocks [B], one after another."""
-    if not isinstance(cache, HostCache) or cache.type_name in ("fp8", "int4"):
-        return _gathered(cache, blocks)
-    found = cache.keys[blocks]  # [B, K, P, D]
-    if cache.type_name == "bfloat16":
-        keys = (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        keys = found.astype(np.float32)
-    if cache.scales is not None:
-        keys *= cache.scales[blocks][..., :1]
+    if not isinstance(cache, HostCache):
+        found: Floats = gathered(cache, blocks).cpu().numpy()
+        return found
+    keys = cache.wide_keys(blocks)
     return keys.swapaxes(0, 1).reshape(keys.shape[1], -1, keys.shape[3])
 
 
-def _gathered(cache: Any, blocks: NDArray[np.int64]) -> Floats:
-    """The same of tensors, and of types that torch alone can read."""
+def gathered(cache: Any, blocks: NDArray[np.int64]) -> Any:
+    """The same of tensors, as one where they are."""
     import torch
 
-    from kernels.paged_cache.store import FourBitCache, QuantizedCache
-
-    if isinstance(cache, HostCache):
-        keys, values, scales = (
-            None if each is None else torch.from_numpy(each)
-            for each in (cache.keys, cache.values, cache.scales)
-        )
-        assert keys is not None, "it has keys"
-        assert values is not None, "latent attention forgets nothing"
-        assert scales is not None, "both types have some"
-        if cache.type_name == "int4":
-            cache = FourBitCache(keys, values, scales)
-        else:
-            cache = QuantizedCache(keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), scales)
     where = torch.from_numpy(np.ascontiguousarray(blocks))[None].to(cache.tensors()[0].device)
-    found: Floats = cache.gather(where)[0][0].cpu().numpy()
-    return found
+    return cache.gather(where)[0][0]

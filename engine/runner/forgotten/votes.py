@@ -1,77 +1,88 @@
 """Which tokens of a prompt stay in each layer and kv head, by the attention that its queries pay to them.
 
-The queries of voters are collected until all of a group are there, so a vote is a product of the same shapes
-however the prompt was cut into steps, and the choice is the same to the bit. Used by the executors for
+A native program adds votes up while it computes attention, in whole numbers, whose sums are the same in any
+order (kernels/attention/attention_votes.h). Beside torch's back ends the weights are computed once more here:
+the queries of voters are collected until all of a group are there, so a vote is a product of the same shapes
+however the prompt was cut into steps. Either way the choice is the same to the bit. Used by the executors for
 sequences whose policy chooses (snapkv, h2o); others cost nothing.
 
-Shape letters: T tokens, H query heads, K kv heads, G queries of a kv head, D key dim, B blocks, P block size,
-C tokens of a history, F tokens of the prompt's whole blocks, M tokens that are chosen of them.
+Shape letters: T tokens, S sequences, H query heads, K kv heads, G queries of a kv head, D key dim, B blocks,
+P block size, C tokens of a history, F tokens of the prompt's whole blocks, M tokens that are chosen of them,
+R kv heads of all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
-from engine.runner.forgotten.keys import Floats, LayerKeys, capped
-from engine.runner.forgotten.meter import ForgottenKeys, keys_of
+from engine.runner.forgotten.keys import LayerKeys
+from engine.runner.forgotten.meter import ForgottenKeys, gathered, keys_of
 from engine.types import ChosenTokens
+from kernels.attention.native_ops import VOTE, vote_rows
 from kernels.attention.ragged import AttentionOptions
 
-# Queries that vote together, counted from the first voter.
+# Queries that vote together beside torch's attention, counted from the first voter.
 _TOGETHER = 64
+# Weights that are computed at a time, 64 MiB.
+_MOST_WEIGHTS = 1 << 24
 # Neighbours whose votes a token has the mean of, itself among them, under snapkv.
 _POOLED = 5
 
 
 class LayerVotes:
-    """What the queries of one layer have said so far."""
+    """What the queries of one layer have said so far, beside torch's attention."""
 
-    def __init__(self, kept: ChosenTokens) -> None:
+    def __init__(self, kept: ChosenTokens, sums: NDArray[np.int64]) -> None:
         self._kept = kept
-        # Weights [K, F], summed over queries and their heads.
-        self.sums: NDArray[np.float64] | None = None
+        # Weights [K, F], summed over queries and their heads, in parts of VOTE.
+        self._sums = sums
         # Queries [T, H, D] that follow those which have voted, and the first one's position.
-        self._waiting: list[Floats] = []
+        self._waiting: list[Any] = []
         self._next = kept.first_voter
 
-    def take(
-        self, queries: Floats, start: int, keys_until: Callable[[int], Floats], cap: float | None
-    ) -> None:
+    def take(self, queries: Any, start: int, keys_until: Callable[[int], Any], cap: float | None) -> None:
         """Scaled queries [T, H, D] of positions from `start` on; those that were here before are left out.
-        `keys_until(n)` is the keys [K, n, D] of the first n positions.
+        `keys_until(n)` is the keys [K, n, D] of the first n positions. All are tensors of one device.
         """
         expected = self._next + sum(map(len, self._waiting))
         new = queries[max(0, expected - start) : max(0, self._kept.start - start)]
-        if new.size:
-            self._waiting.append(new.copy())
+        if len(new):
+            self._waiting.append(new.float().clone())
         while (count := min(_TOGETHER, self._kept.start - self._next)) > 0:
             if sum(map(len, self._waiting)) < count:
                 return
-            there = np.concatenate(self._waiting)
+            there = _joined(self._waiting)
             self._vote(there[:count], keys_until(self._next + count), cap)
             self._next, self._waiting = self._next + count, [there[count:]]
 
-    def _vote(self, queries: Floats, keys: Floats, cap: float | None) -> None:
+    def _vote(self, queries: Any, keys: Any, cap: float | None) -> None:
         """Queries [T, H, D] of the last positions that keys [K, C, D] are of."""
-        count, num_kv, num_seen = len(queries), keys.shape[0], keys.shape[1]
-        own = queries.reshape(count, num_kv, -1, queries.shape[2]).transpose(1, 2, 0, 3)  # [K, G, T, D]
-        future = np.arange(num_seen) > np.arange(num_seen - count, num_seen)[:, None]
-        size = self._kept.num_whole * self._kept.block_size
-        if self.sums is None:
-            self.sums = np.zeros((num_kv, size))
-        # One head after another, because weights of all take hundreds of megabytes at 32,768 tokens.
-        for head in range(num_kv):
-            weights = capped(own[head] @ keys[head].T, cap)  # [G, T, C]
-            weights[:, future] = -np.inf
-            weights = np.exp(weights - weights.max(2, keepdims=True))
-            weights /= weights.sum(2, keepdims=True)
-            self.sums[head, :num_seen] += weights[..., :size].sum((0, 1), dtype=np.float64)
+        count, (num_kv, num_seen) = len(queries), keys.shape[:2]
+        own = queries.view(count, num_kv, -1, queries.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
+        size = self._sums.shape[1]
+        # So many heads at a time that their weights are no hundreds of megabytes.
+        together = max(1, _MOST_WEIGHTS // (queries.shape[1] // num_kv * count * num_seen))
+        for first in range(0, num_kv, together):
+            heads = slice(first, first + together)
+            scores = own[heads] @ keys[heads, None].mT  # [k, G, T, C]
+            if cap is not None:
+                scores = cap * (scores / cap).tanh()
+            future = scores.new_ones(scores.shape[2:]).triu(num_seen - count + 1).bool()
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            votes = weights[..., :size].double().sum((1, 2))
+            self._sums[heads, : votes.shape[1]] += (VOTE * votes).round().long().cpu().numpy()
+
+
+def _joined(tensors: Sequence[Any]) -> Any:
+    import torch
+
+    return torch.cat(list(tensors))
 
 
 class Votes:
@@ -81,17 +92,27 @@ class Votes:
         self.kept = kept
         # Blocks that the chosen tokens are copied into.
         self.fresh = np.asarray(fresh, np.int64)
-        # By the number of the layer among those that attend.
-        self.layers: list[LayerVotes] = []
+        # What each token has of all weights [R, F], in parts of VOTE; once somebody votes.
+        self.sums = np.zeros((0, 0), np.int64)
+        # The first position that may still vote.
+        self.next = kept.first_voter
+        # Beside torch's attention, by the number of the layer among those that attend.
+        self._layers: list[LayerVotes] = []
 
-    def layer(self, number: int) -> LayerVotes:
-        """The layer's."""
-        while len(self.layers) <= number:
-            self.layers.append(LayerVotes(self.kept))
-        return self.layers[number]
+    def open(self, num_rows: int) -> None:
+        """Makes room for the votes of so many kv heads, R."""
+        if not self.sums.size:
+            self.sums = np.zeros((num_rows, self.kept.num_whole * self.kept.block_size), np.int64)
+
+    def layer(self, number: int, first_row: int, num_heads: int) -> LayerVotes:
+        """The layer's, whose kv heads have rows from `first_row` on."""
+        if number == len(self._layers):
+            sums = self.sums[first_row : first_row + num_heads]
+            self._layers.append(LayerVotes(self.kept, sums))
+        return self._layers[number]
 
 
-def chosen_of(sums: NDArray[np.float64], kept: ChosenTokens) -> NDArray[np.int64]:
+def chosen_of(sums: NDArray[Any], kept: ChosenTokens) -> NDArray[np.int64]:
     """Tokens [K, M] that stay, ascending, by their votes [K, F]: the last ones of the prompt, and those with
     the most votes of the others; of equals the first.
     """
@@ -102,9 +123,11 @@ def chosen_of(sums: NDArray[np.float64], kept: ChosenTokens) -> NDArray[np.int64
         padded = np.pad(others, ((0, 0), (_POOLED // 2, _POOLED // 2)))
         others = np.lib.stride_tricks.sliding_window_view(padded, _POOLED, axis=1).sum(2)
     num_chosen = kept.num_sinks * kept.block_size - num_last
-    best = np.argsort(-others, axis=1, kind="stable")[:, :num_chosen]
+    least = np.partition(others, -num_chosen, axis=1)[:, -num_chosen, None]
+    best, equal = others > least, others == least
+    best |= equal & (np.cumsum(equal, 1) <= num_chosen - best.sum(1, keepdims=True))
     last = np.broadcast_to(np.arange(num_whole - num_last, num_whole), (len(sums), num_last))
-    return np.concatenate((np.sort(best, 1), last), 1)
+    return np.concatenate((np.nonzero(best)[1].reshape(-1, num_chosen), last), 1)
 
 
 @dataclass(kw_only=True)
@@ -118,35 +141,63 @@ class _VotingRow:
 
 
 class VoteCounter:
-    """Counts a step's rows while it is computed: `watch` is called by every layer before its attention."""
+    """Counts a step's rows while torch computes it: `watch` is called by every layer before its attention."""
 
-    def __init__(self, rows: Sequence[_VotingRow]) -> None:
+    def __init__(self, rows: Sequence[_VotingRow], caches: Sequence[Any]) -> None:
         self._rows, self._number = rows, 0
+        self._first_rows, num_rows = vote_rows(caches)
+        for row in rows:
+            row.votes.open(num_rows)
 
     def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
         """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
-        queries = q if isinstance(q, np.ndarray) else q.float().cpu().numpy()
         for row in self._rows:
 
-            def keys_until(count: int, row: _VotingRow = row) -> Floats:
-                return keys_of(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
+            def keys_until(count: int, row: _VotingRow = row) -> Any:
+                return gathered(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
 
-            own = queries[row.tokens] * np.float32(options.scale)
-            row.votes.layer(self._number).take(own, row.start, keys_until, options.soft_cap)
+            own = q[row.tokens].float() * options.scale
+            layer = row.votes.layer(self._number, self._first_rows[id(cache)], cache.keys.shape[1])
+            layer.take(own, row.start, keys_until, options.soft_cap)
         self._number += 1
 
 
-def counter_of(
+def _voting(
     votes: Sequence[Votes | None], starts: NDArray[np.int64], batch: ForwardBatch
-) -> VoteCounter | None:
-    """A counter for the rows of a batch whose positions begin at `starts` [S]; None where nobody votes."""
-    ragged, rows = batch.ragged, []
+) -> Iterator[tuple[int, _VotingRow]]:
+    """The rows of a batch that vote, whose positions begin at `starts` [S], each with its number."""
+    ragged = batch.ragged
     for member, (each, start) in enumerate(zip(votes, starts.tolist(), strict=True)):
         first, end = int(ragged.query_starts[member]), int(ragged.query_starts[member + 1])
-        if each is not None and start + end - first > each.kept.first_voter:
+        if each is not None and start + end - first > each.next:
             blocks = ragged.block_tables[member]
-            rows.append(_VotingRow(votes=each, tokens=slice(first, end), start=start, blocks=blocks))
-    return VoteCounter(rows) if rows else None
+            yield member, _VotingRow(votes=each, tokens=slice(first, end), start=start, blocks=blocks)
+
+
+def counter_of(
+    votes: Sequence[Votes | None], starts: NDArray[np.int64], batch: ForwardBatch, caches: Sequence[Any]
+) -> VoteCounter | None:
+    """A counter for the rows of a batch that torch computes, whose positions begin at `starts` [S]; None
+    where nobody votes.
+    """
+    rows = [row for _, row in _voting(votes, starts, batch)]
+    return VoteCounter(rows, caches) if rows else None
+
+
+def with_votes(
+    votes: Sequence[Votes | None], starts: NDArray[np.int64], batch: ForwardBatch, caches: Sequence[Any]
+) -> ForwardBatch:
+    """The batch as a native program computes it: it says which rows vote, and where their votes go."""
+    rows = list(_voting(votes, starts, batch))
+    if not rows:
+        return batch
+    _, num_rows = vote_rows(caches)
+    given = np.zeros((len(votes), 4), np.int64)
+    for member, row in rows:
+        each = row.votes
+        each.open(num_rows)
+        given[member] = each.sums.ctypes.data, each.next, each.kept.start, each.sums.shape[1]
+    return replace(batch, ragged=replace(batch.ragged, votes=given))
 
 
 def choose(
@@ -158,19 +209,13 @@ def choose(
     """
     kept = votes.kept
     blocks = table[: kept.num_whole].copy()
-    attending = [cache for cache in caches if hasattr(cache, "keys")]
-    done: set[int] = set()
+    first_rows, _ = vote_rows(caches)
+    all_chosen = chosen_of(votes.sums, kept)
     for index, cache in enumerate(caches):
-        if not hasattr(cache, "keys") or id(cache) in done:
+        first = first_rows.pop(id(cache), None)
+        if first is None:
             continue
-        done.add(id(cache))
-        # Layers that share their keys choose together.
-        sums = [
-            each.sums
-            for each, its in zip(votes.layers, attending, strict=True)
-            if its is cache and each.sums is not None
-        ]
-        chosen = chosen_of(np.sum(sums, axis=0), kept)
+        chosen = all_chosen[first : first + cache.keys.shape[1]]
         if forgotten is not None:
             forgotten.layers[index] = _keys_of_others(cache, blocks, chosen, kept.block_size)
         _copy(cache, blocks, chosen, votes.fresh)

@@ -149,7 +149,14 @@ def test_forgotten_keys_are_planned_where_they_lie() -> None:
     plan = make_plan(given(config, device="cuda"))
     assert plan.kv_cache_bytes == make_plan(given(device="cuda")).kv_cache_bytes
     assert plan.forgotten_bytes == 7 * GIB
-    assert plan.forgotten_block_bytes > 0
+    least = plan.forgotten_block_bytes
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(cache=CacheConfig(forgotten_bytes=least - 1))
+        with pytest.raises(
+            ConfigError, match=rf"forgotten_bytes = {least - 1}: .* 16 .* take {least}, the least"
+        ):
+            make_plan(given(config, device=device))
+        make_plan(given(EngineConfig(cache=CacheConfig(forgotten_bytes=least)), device=device))
 
 
 def test_configured_size_is_taken() -> None:

@@ -84,9 +84,10 @@ def test_native_kernels_read_what_torch_reads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("native", ["required", "off"])
-def test_preempted_answers_come_back_from_the_host(folder: Path, native: str) -> None:
+@pytest.mark.parametrize("form", [{"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"kv_dtype": "int4"}, MIXED])
+def test_preempted_answers_come_back_from_the_host(folder: Path, form: dict[str, Any], native: str) -> None:
     def answered(num_blocks: int, host_blocks: int) -> tuple[dict[tuple[int, int], list[int]], int]:
-        cache = MIXED | {"host_bytes": host_blocks * per_block}
+        cache = form | {"host_bytes": host_blocks * per_block}
         with closing(
             open_runner(folder, native=native, cache=cache, kv_cache_bytes=num_blocks * per_block)
         ) as runner:
@@ -96,7 +97,7 @@ def test_preempted_answers_come_back_from_the_host(folder: Path, native: str) ->
             )
         return tokens, preemptions.total()
 
-    config = EngineConfig(cache=CacheConfig(**MIXED), dtype="float32")
+    config = EngineConfig(cache=CacheConfig(**form), dtype="float32")
     asked = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=GIB)
     per_block = 16 * make_plan(asked).kv_bytes_per_token
     expected, none = answered(100, 0)

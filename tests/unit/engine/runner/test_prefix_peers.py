@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -37,13 +37,16 @@ SOURCE = BlockSource("elsewhere:1", TICKET)
 
 
 class Side:
-    """One engine's tier over blocks [N, 8] of its own, and the front's end of its socket."""
+    """One engine's tier over blocks [N, 8] of its own, or those of another cache, and the front's end of its
+    socket.
+    """
 
-    def __init__(self, role: str, form: bytes = FORM) -> None:
+    def __init__(self, role: str, form: bytes = FORM, blocks: Callable[[], BlockBytes] | None = None) -> None:
         self.blocks = np.zeros((6, 8), np.uint8)
         self.front, core = socket.socketpair()
         self.front.settimeout(10)
-        self.tier = PeerTier(core, lambda: BlockBytes([self.blocks]), form, HandOverConfig(), role=role)
+        of = blocks or (lambda: BlockBytes([self.blocks]))
+        self.tier = PeerTier(core, of, form, HandOverConfig(), role=role)
         self._stream = self.front.makefile("rb")
         # Of its pull.
         self.staging = ""

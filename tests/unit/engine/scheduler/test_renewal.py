@@ -66,6 +66,13 @@ def test_a_stream_ends_where_it_was_to_and_holds_the_same(overlap: bool, asked: 
     statistics = next(each.statistics for each in driver.events[stream] if each.statistics)
     assert statistics is not None
     assert statistics.num_preemptions == 0
+    counters = driver.scheduler.load(driver.now).counters
+    assert counters.num_renewals >= 40
+    assert counters.renewal_s > 0
+    assert len(statistics.renewals_s) == 32, "the last ones are told"
+    assert all(
+        start_s < end_s and tokens <= POSITIONS // 2 for start_s, end_s, tokens in statistics.renewals_s
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -15,6 +15,7 @@ from millrace.engine.v1 import engine_pb2
 
 from checkpoint.vocabulary import checkpoint_fingerprint
 from tests.unit.engine.service.engine_client import Engine, Gateway, signed, start_engine, tokens
+from tests.unit.engine.service.test_prefix_disk import EACH_FORM
 
 BASE = "models/millrace-nano"
 PROMPT = [100 + (7 * each) % 190 for each in range(200)]
@@ -115,6 +116,20 @@ async def test_blocks_move_once_and_the_answer_is_that_of_one_engine(
     await free(sender)
     await free(receiver)
     pair.close()
+
+
+async def test_blocks_of_every_form_move_too() -> None:
+    """Layers of each, in one model."""
+    form = SETTINGS | EACH_FORM
+    async with (
+        start_engine(BASE, **form, role="decode") as to,
+        start_engine(BASE, **form, role="prefill") as of,
+    ):
+        expected = await whole(to, b"alone")
+        pair = await Pair(of, to).open()
+        first = await pair.prefill(b"a", ticket := secrets.token_bytes(16))
+        assert await pair.decode(b"a", first, pair.source(ticket)) == (expected, NUM_HANDED_OVER)
+        pair.close()
 
 
 async def test_only_what_is_missing_moves(sender: Engine, receiver: Engine) -> None:

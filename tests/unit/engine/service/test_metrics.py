@@ -20,7 +20,7 @@ from engine.types import (
     TokenEvent,
 )
 from engine.types.step import ModelWork
-from observability.emit import names
+from observability.emit import names, retention
 from observability.emit.metrics import Metrics
 from tests.unit.engine.driver import memory_plan
 
@@ -42,6 +42,8 @@ LOAD = SchedulerLoad(
         recomputed_tokens=5,
         offloaded_blocks=7,
         restored_blocks=2,
+        num_renewals=3,
+        renewal_s=0.75,
         preemptions={"kv_pressure": 3, "preemption": 1},
     ),
 )
@@ -78,6 +80,8 @@ def test_counters_of_the_core_are_not_counted_twice() -> None:
     assert _value(metrics, names.RECOMPUTED.name) == 5
     assert _value(metrics, names.PROMPT_TOKENS_DONE.name, source="restored") == 4
     assert _value(metrics, names.OFFLOADED.name, direction="out") == 7
+    assert _value(metrics, retention.RENEWALS.name) == 3
+    assert _value(metrics, retention.RENEWAL_SECONDS.name) == 0.75
 
 
 def test_events_are_counted_under_the_tier_of_their_request() -> None:

@@ -22,6 +22,10 @@ PROMPT = [100 + (7 * each) % 190 for each in range(200)]
 # All full blocks but the one that the last token may be in.
 NUM_CACHED = 192
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+EACH_FORM = {
+    "cache__kv_dtype": "int4",
+    "cache__kv_dtype_layers": '{"0" = "int8", "1" = "fp8", "2" = "auto"}',
+}
 
 
 def settings(folder: Path, **more: str) -> dict[str, str]:
@@ -59,8 +63,9 @@ async def until(engine: Engine, event: str, number: float) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_engine_that_starts_again_finds_the_prefix(tmp_path: Path) -> None:
-    asked = settings(tmp_path, cache__kv_dtype="int4", cache__kv_dtype_layers='{"0" = "int8"}')
+@pytest.mark.parametrize("form", [{}, EACH_FORM], ids=["auto", "each form"])
+async def test_an_engine_that_starts_again_finds_the_prefix(tmp_path: Path, form: dict[str, str]) -> None:
+    asked = settings(tmp_path, **form)
     async with start_engine(BASE, **asked) as engine:
         expected, cached = await ask(engine)
         assert cached == 0

@@ -75,6 +75,7 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
         absences_s=((102.0, 102.5),),
         comebacks_s=((102.5, 102.75, 12),),
         restores_s=((102.5, 102.625, 16),),
+        renewals_s=((102.75, 103.0, 32),),
         delayed_by_s={"preemption": 0.5},
     )
     spans = spans_of(
@@ -90,13 +91,14 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
     assert details["millrace.output_tokens"] == 2
     expected = {"engine.queue": [0.5], "engine.prefill": [0.5, 0.25], "engine.first_decode": [0.25]}
     expected |= {"engine.decode": [1.5], "engine.preempted": [0.5]}
-    expected |= {"engine.resumed": [0.25], "engine.offload": [0.125]}
+    expected |= {"engine.resumed": [0.25], "engine.offload": [0.125], "engine.renewed": [0.25]}
     for name, durations in expected.items():
         assert [round(seconds(span), 3) for span in spans[name]] == durations
         assert all(span.parent.span_id == request.context.span_id for span in spans[name])
     assert list(spans["engine.decode"][0].attributes["millrace.delayed_by"]) == ["preemption"]
     assert spans["engine.resumed"][0].attributes["millrace.recomputed_tokens"] == 12
     assert spans["engine.offload"][0].attributes["millrace.restored_tokens"] == 16
+    assert spans["engine.renewed"][0].attributes["millrace.recomputed_tokens"] == 32
 
 
 def test_every_method_that_drafts_has_attributes_of_its_own() -> None:

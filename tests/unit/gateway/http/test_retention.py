@@ -149,15 +149,6 @@ async def test_a_tier_has_bounds(tier: dict[str, Any], kv: dict[str, Any], field
         assert (await stack.chat(kv=kept, service_tier="fast")).status_code == 200
 
 
-async def test_h2o_which_holds_up_others_is_had_where_a_tier_names_it() -> None:
-    kv = {"policy": "h2o", "keep": 0.5}
-    async with deployed(tables={"fast": {"kv": {"policies": ["full", "h2o"]}}}) as stack:
-        refused = await stack.chat(kv=kv)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv.policy")
-        assert "tier 'standard' does not have h2o; ask for full" in refused.json()["error"]["message"]
-        assert (await stack.chat(kv=kv, service_tier="fast")).status_code == 200
-
-
 async def test_a_tier_may_say_what_holds_for_those_who_ask_for_nothing() -> None:
     async with deployed(tables={"tier": {"kv": QUARTER}}) as stack:
         for more in ({}, {"kv": {"policy": "full"}}, {"service_tier": "fast"}):
