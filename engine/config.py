@@ -61,7 +61,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_waiting: int = 4096
     # Refuse a request whose expected wait exceeds its tier's queue limit.
     refuse_early: bool = True
-    # Plan the next step while the present one runs; "auto" does so on an accelerator.
+    # Plan the next step while the present one runs; "auto" does so on an accelerator. On CPUs it takes part
+    # of a core from the step that runs, and gains nothing (table drafters of docs/benchmarks-tables.md). "on"
+    # goes with drafts that are looked up for an accelerator: others wait for a step's tokens.
     overlap: Literal["auto", "on", "off"] = "auto"
 
 
@@ -120,8 +122,12 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     break_token_id: int = -1
 
 
-# Whose drafts may be a tree.
+# Whose drafts may be a tree; who drafts by files of its own, or by a look alone.
 _TREE_METHODS = ("eagle3", "medusa", "mtp")
+_METHODS_OF_FILES = ("draft_model", "eagle3", "medusa")
+_LOOKUPS = ("ngram", "suffix")
+# Drafts of a sequence and step at most, those of a tree among them; and rows that lookahead adds to it.
+MOST_DRAFTS, _MOST_LOOKAHEAD_ROWS = 64, 256
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +163,45 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_acceptance: float = 0.1
 
     def validate(self) -> None:
-        """Raises ConfigError for what is no tree, or one of a method that makes none."""
+        """Raises ConfigError naming the first key whose value cannot work, its limit and the remedy."""
+        most_rows = self.num_draft_tokens * (self.lookahead_window + self.lookahead_candidates - 1)
+        for key, is_wrong, words in (
+            ("num_draft_tokens", self.num_draft_tokens > MOST_DRAFTS, f"{MOST_DRAFTS} at most; lower it"),
+            ("min_ngram", self.min_ngram < 1, "must be at least 1; raise it"),
+            (
+                "min_ngram",
+                self.min_ngram > self.max_ngram,
+                f"exceeds max_ngram = {self.max_ngram}, so that nothing is found; lower it, or raise that",
+            ),
+            ("min_acceptance", not 0 <= self.min_acceptance <= 1, "a share, from 0 to 1; 0.1 is usual"),
+            (
+                "lookahead_window",
+                self.method == "lookahead" and most_rows > _MOST_LOOKAHEAD_ROWS,
+                f"with lookahead_candidates and num_draft_tokens it adds {most_rows} rows to a sequence's "
+                f"step, {_MOST_LOOKAHEAD_ROWS} at most; lower one of them",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(f"engine.speculation.{key} = {getattr(self, key)!r}: {words}")
+        self._check_tree()
+        self._check_draft_model()
+
+    def _check_draft_model(self) -> None:
+        """A folder that is needed is named, and one that is named is read."""
+        key, method = f"engine.speculation.draft_model = {self.draft_model!r}", f"method = {self.method!r}"
+        if self.method in _METHODS_OF_FILES and not self.draft_model:
+            raise ConfigError(
+                f"{key}: {method} drafts by what lies in this folder; name it, or set the method to ngram, "
+                "suffix or lookahead, which need none"
+            )
+        if self.draft_model and self.method in (*_LOOKUPS, "lookahead"):
+            raise ConfigError(
+                f"{key}: {method} reads none; leave it empty, or set the method to draft_model, eagle3, "
+                "medusa or mtp"
+            )
+
+    def _check_tree(self) -> None:
+        """What is no tree, or one of a method that makes none, is refused."""
         if self.tree and self.method not in _TREE_METHODS:
             raise ConfigError(
                 f"engine.speculation.tree: drafts of method = {self.method!r} are no tree; leave it empty, "
@@ -168,6 +212,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ConfigError(
                     f"engine.speculation.tree = [{list(path)}]: a path has ranks from 0, one to "
                     f"num_draft_tokens = {self.num_draft_tokens} of them; shorten it, or raise that"
+                )
+            if not any(path) or self.tree.count(path) > 1:
+                raise ConfigError(
+                    f"engine.speculation.tree has {list(path)}, which adds nothing to the likeliest drafts "
+                    "and the other paths; leave it out"
                 )
 
 
@@ -404,12 +453,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_role()
         self.adapters.validate()
         self.speculation.validate()
+        self.check_overlap("none" if self.simulated else self.device)
         self.packed_weights.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
             raise ConfigError(
                 f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
                 f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
+            )
+
+    def overlaps(self, device: str) -> bool:
+        """Whether the next step is planned while the present one runs. Drafts wait for a step's tokens; only
+        looked-up ones go on behind what a device is still drawing.
+        """
+        asked, on_device = self.scheduler.overlap, device not in ("cpu", "none")
+        waits = self.speculation.method not in ("off", *(_LOOKUPS if on_device else ()))
+        return not waits and (asked == "on" or (asked == "auto" and on_device))
+
+    def check_overlap(self, device: str) -> None:
+        """Raises ConfigError where overlap is asked for, and drafts wait for the tokens of each step."""
+        if self.scheduler.overlap == "on" and not self.overlaps(device):
+            raise ConfigError(
+                f'engine.scheduler.overlap = "on": drafts of engine.speculation.method = '
+                f"{self.speculation.method!r} wait for each step's tokens; set it to auto, or the method "
+                "to off (ngram and suffix go with it on a GPU)"
             )
 
     def _check_disk(self) -> None:
@@ -472,7 +539,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _check_ranks(self) -> None:
         """What is asked for beside ranks works with them, or is refused."""
         device = 'set it to cpu or auto, or make = "vllm" with engine.vllm.tensor_parallel_size'
-        drafts = ("off", "ngram", "suffix")
         degrees = self.parallel.degrees
         if degrees.stage_size % degrees.tensor or degrees.stage_size % degrees.expert:
             raise ConfigError(
@@ -492,7 +558,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("quantize", self.quantize not in ("off", "int8", "int4"), "set it to int8, int4 or off"),
             (
                 "speculation.method",
-                self.speculation.method not in drafts,
+                self.speculation.method not in ("off", *_LOOKUPS),
                 "set it to ngram, suffix or off, whose drafts need no further weights",
             ),
             ("adapters", bool(self.adapters.num_slots), "serve adapters from an engine without ranks"),
