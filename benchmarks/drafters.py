@@ -277,7 +277,7 @@ def _figures(answers: Sequence[MethodAnswers], plain: Sequence[MethodAnswers]) -
     same = [
         said == other
         for each, off in zip(answers, plain, strict=True)
-        for said, other in zip(each.tokens.values(), off.tokens.values(), strict=True)
+        for (_, said), (_, other) in zip(sorted(each.tokens.items()), sorted(off.tokens.items()), strict=True)
     ]
     return figures | {"same": sum(same) / len(same)}
 

@@ -12,8 +12,8 @@ lately; that a tenant gains is believed of its sequences' own drafts alone. Draf
 compared with what is drawn all the same, so that what never holds costs no row.
 
 A rate says nothing of how evenly tokens come. Late are those of a sequence whose latest eight took longer
-than by plain steps, or that waits for others' drafts. That befalls less than one in a hundred of a tenant's
-tokens (owners): until then no step in which it takes part is longer than a plain one.
+than by plain steps, so all for which it waits while others gain. That befalls less than one in a hundred of a
+tenant's tokens (owners); beyond that, no step in which it takes part is longer than a plain one.
 
 Deciding takes time as well, and so does what a drafter keeps of steps. All that speculation took, less what
 it saved, is paid from a purse for batches of each size, into which goes half a percent of the time of steps.
@@ -146,9 +146,9 @@ class Economics:
         # Sequences in the latest step that was booked.
         self._latest_size = 0
         # Steps so far, and at the latest one whose tokens were looked at; how many plain ones it took; and
-        # whether everybody in it bears one that is longer.
-        self._num_steps = self._latest_came = 0
-        self._pace, self._is_borne = 1.0, True
+        # steps until everybody in it bears one that is longer.
+        self._num_steps = self._latest_came = self._borne_in = 0
+        self._pace = 1.0
         # Of the latest step: seconds of plain steps that accepted drafts stood for, and what drafts took.
         self._saved_s = self._spent_s = 0.0
 
@@ -245,8 +245,7 @@ class Economics:
                 progress.paces.extend([1.0] * min(num_plain, PACE_TOKENS))
             late.setdefault(owner, []).append(progress.is_late(self._pace))
         known = [(self.owners.of(owner), sum(each) / len(each)) for owner, each in late.items()]
-        borne = [owner.was_late(share, self._num_steps) for owner, share in known]
-        self._is_borne = all(borne)
+        self._borne_in = max(owner.was_late(share, self._num_steps) for owner, share in known)
 
     def _extra_s(self, step: StepCost, plain_s: float, expected_s: float) -> float:
         """Seconds that a step was longer for its drafts."""
@@ -273,15 +272,16 @@ class Economics:
         elif -gained_s > SLACK * plain_s:
             costs.num_felt = min(costs.num_felt + 1, _MOST_FELT)
         costs.since_woken_s += gained_s
-        if costs.credit_s >= 0 or costs.num_resting or not self.min_acceptance:
+        # Looking takes as long in the next step.
+        is_felt = self._borne_in > 0 and costs.looking.value > (NOT_LATE - 1) * plain_s
+        if (costs.credit_s >= 0 and not is_felt) or costs.num_resting or not self.min_acceptance:
             return
         if costs.since_woken_s > 0:
             costs.num_woken = costs.num_unheard = 0
         wanted_s = _ATTEMPT_STEPS * costs.looking.value + costs.trial_s
-        missing_s = min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s
-        costs.num_resting = max(
-            math.ceil(missing_s / (_TRIAL_SHARE * plain_s)), _REST_INTERVAL * costs.num_felt
-        )
+        missing_s = max(0.0, min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s)
+        earned_in = math.ceil(missing_s / (_TRIAL_SHARE * plain_s))
+        costs.num_resting = max(earned_in, _REST_INTERVAL * costs.num_felt, self._borne_in)
         # What is earned meanwhile.
         costs.credit_s += missing_s
         costs.num_felt, self.is_resting = 0, True
@@ -370,7 +370,7 @@ class Economics:
         few = max(1, int(SLACK * plain_s / each_s)) if each_s else num
         if len(asked) > few:
             sure = [(each.found or 0.0) * each.acceptance.share(0, _PRIOR) for each in sequences]
-            if not self._is_borne or not all_gain(owners, sure, len(asked) * each_s / plain_s):
+            if self._borne_in or not all_gain(owners, sure, len(asked) * each_s / plain_s):
                 asked = [asked[(costs.turn + offset) % len(asked)] for offset in range(few)]
                 costs.turn += few
         others = sorted(set(range(num)) - set(asked))
@@ -434,7 +434,7 @@ class Economics:
         earned is paid for afterwards, so that what was dear once is measured again.
         """
         costs.trial_s = min(seconds, _LARGEST_TRIAL * _MOST_CREDIT * plain_s)
-        return costs.credit_s >= costs.trial_s and (self._is_borne or seconds <= (NOT_LATE - 1) * plain_s)
+        return costs.credit_s >= costs.trial_s and (not self._borne_in or seconds <= (NOT_LATE - 1) * plain_s)
 
     def _chance(self, progress: DraftProgress, owner: str) -> float:
         known = self.owners.of(owner)
@@ -488,7 +488,7 @@ class Economics:
         sure = np.cumprod(self._shares(sequences, [None] * num, lengths, most), axis=1).ravel()[order]
         factors = 1 + (extra_s + self._proposing_s) / plain_s
         fair = leaves_each_as_much(owners, whose, sure, factors)
-        if not self._is_borne:
+        if self._borne_in:
             fair &= factors <= NOT_LATE
         best = int(np.argmax(np.where(fair, yields, 0.0)))
         gained_s = float(sums[best] * plain_s / num - extra_s[best])
@@ -517,7 +517,7 @@ class Economics:
             tokens.append(reach)
             extra_s.append((factors[rows[place]] - 1) * plain_s + (place + 1) * each_s + reading_s)
             yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
-            if yields > highest and (self._is_borne or extra_s[-1] <= (NOT_LATE - 1) * plain_s):
+            if yields > highest and (not self._borne_in or extra_s[-1] <= (NOT_LATE - 1) * plain_s):
                 best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]
         if not best and tokens:
             best = 1 + self._trial(costs, plain_s, 1, np.array(tokens), np.array(extra_s))

@@ -6,6 +6,7 @@ Shape letters: N drafts, O owners.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,11 +48,11 @@ class OwnerExperience:
         """Takes a lookup in."""
         self.found = _FADING * self.found + (1 - _FADING) * found
 
-    def was_late(self, share: float, step: int) -> bool:
-        """Takes in for what share of its sequences a step was late; whether it bears another one."""
+    def was_late(self, share: float, step: int) -> int:
+        """Takes in for what share of its sequences a step was late; steps until it bears another one."""
         self.late = max(0.0, self.late - _LATE_SHARE * (step - self.at_step)) + share
         self.at_step = step
-        return self.late <= _MOST_LATE
+        return max(0, math.ceil((self.late - _MOST_LATE) / _LATE_SHARE))
 
     def looked_back(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """Takes in what would have been found in a text that is known meanwhile, and returns how much of it

@@ -27,10 +27,9 @@ class DraftProgress:
     found: float | None = None
     # The latest proposal was forced by the grammar, and says nothing of speculation.
     forced: bool = False
-    # How long after the one before it each of the latest tokens came, in plain steps; and of the latest step,
-    # drafts that were verified and those that held.
+    # How long after the one before it each of the latest tokens came, in plain steps; and how many drafts of
+    # the latest step held.
     paces: deque[float] = field(default_factory=lambda: deque([1.0] * PACE_TOKENS, PACE_TOKENS))
-    num_tried: int = 0
     num_held: int = 0
     # Drafts that were not verified, and how many tokens were known when they were made.
     unverified: tuple[int, ...] = ()
@@ -55,17 +54,16 @@ class DraftProgress:
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in how the latest drafts fared."""
         self.acceptance.saw(num_drafted, num_accepted)
-        self.num_tried, self.num_held = num_drafted, num_accepted
+        self.num_held = num_accepted
         # The draft model has read every draft but its last; what lies in scratch blocks is lost.
         read = self.num_known + min(num_accepted, self.num_proposed - 1)
         self.num_read = max(self.num_read, min(read, self.num_owned))
 
     def is_late(self, pace: float) -> bool:
         """Takes in the latest step, of so many plain ones: whether its tokens were late. They are where the
-        latest few took longer than plain steps do, or others' drafts held them up.
+        latest few took longer than plain steps do; a longer step is not to be felt where these did not.
         """
         self.paces.append(pace)
         self.paces.extend([0.0] * self.num_held)
-        late = sum(self.paces) > PACE_TOKENS * NOT_LATE or (not self.num_tried and pace > NOT_LATE)
-        self.num_tried = self.num_held = 0
-        return late
+        self.num_held = 0
+        return sum(self.paces) > PACE_TOKENS * (NOT_LATE if pace <= NOT_LATE else 1.0)
