@@ -61,7 +61,7 @@ COMMANDS = {
     "--tree '[[1,1,0],[2,0],[0,1,0],[0,0,1]]'",
     "drafters_smollm2": "drafters --model smollm2-135m --streams 1 --answers 12 --rounds 3",
     "drafters_same": "drafters_same --methods ngram suffix lookahead draft_model eagle3 'eagle3 tree' medusa",
-    "drafters_smollm2_tasks": "drafters --model smollm2-135m --streams 1 --answers 8 --rounds 3 "
+    "drafters_smollm2_tasks": "drafters --model smollm2-135m --streams 1 --answers 5 --rounds 3 "
     "--draw sampled --tasks extraction chat code summary --only 'off again' ngram suffix",
     "drafters_tenants": f"{_DRAFTERS} --mixed --tasks extraction chat code summary --streams 8 32 64 "
     "--rounds 3 --answers 40 --draw sampled --only 'off again' suffix eagle3 medusa",

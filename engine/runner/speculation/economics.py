@@ -13,7 +13,8 @@ compared with what is drawn all the same, so that what never holds costs no row.
 
 A rate says nothing of how evenly tokens come. Late are those of a sequence whose latest eight took longer
 than by plain steps, so all for which it waits while others gain. That befalls less than one in a hundred of a
-tenant's tokens (owners); beyond that, no step in which it takes part is longer than a plain one.
+tenant's tokens, or fewer than were as early (owners); beyond that, no step in which it takes part is longer
+than a plain one.
 
 Deciding takes time as well, and so does what a drafter keeps of steps. All that speculation took, less what
 it saved, is paid from a purse for batches of each size, into which goes half a percent of the time of steps.
@@ -239,13 +240,13 @@ class Economics:
         """Books whose tokens of the step were late. Steps behind which nobody looked were plain."""
         num_plain = self._num_steps - self._latest_came - 1
         self._latest_came = self._num_steps
-        late: dict[str, list[bool]] = {}
+        late: dict[str, list[float]] = {}
         for progress, owner in zip(sequences, owners, strict=True):
             if num_plain:
                 progress.paces.extend([1.0] * min(num_plain, PACE_TOKENS))
-            late.setdefault(owner, []).append(progress.is_late(self._pace))
+            late.setdefault(owner, []).append(progress.lateness(self._pace))
         known = [(self.owners.of(owner), sum(each) / len(each)) for owner, each in late.items()]
-        self._borne_in = max(owner.was_late(share, self._num_steps) for owner, share in known)
+        self._borne_in = max(owner.came(lateness, self._num_steps) for owner, lateness in known)
 
     def _extra_s(self, step: StepCost, plain_s: float, expected_s: float) -> float:
         """Seconds that a step was longer for its drafts."""
@@ -325,9 +326,10 @@ class Economics:
         plain_s = self.times.plain_s(self._latest_size)
         return plain_s * min(_LOOK_BACK_SHARE * num_tokens / max(1, self._latest_size), _MOST_LOOK_BACK)
 
-    def may_wake(self, num_lookups: int, num_held: int) -> None:
-        """Ends the rest of the latest size of batch where looking back says that drafts pay: so many would
-        have held. After a rest that was ended in vain twice as many answers end before the next one is.
+    def may_wake(self, owner: str, num_lookups: int, num_held: int) -> None:
+        """Ends the rest of the latest size of batch where looking back at an owner's answer says that drafts
+        pay: so many would have held. After a rest that was ended in vain twice as many answers end before the
+        next one is.
         """
         costs, plain_s = self._costs(self._latest_size), self.times.plain_s(self._latest_size)
         if not num_lookups or not plain_s or not costs.num_resting:
@@ -343,6 +345,7 @@ class Economics:
         costs.num_woken += 1
         costs.since_woken_s = 0.0
         costs.num_resting = self._num_passing = 0
+        self.owners.of(owner).expects_gain()
         costs.credit_s = max(costs.credit_s, _FIRST_CREDIT * plain_s)
 
     @staticmethod

@@ -48,11 +48,17 @@ class OwnerExperience:
         """Takes a lookup in."""
         self.found = _FADING * self.found + (1 - _FADING) * found
 
-    def was_late(self, share: float, step: int) -> int:
-        """Takes in for what share of its sequences a step was late; steps until it bears another one."""
-        self.late = max(0.0, self.late - _LATE_SHARE * (step - self.at_step)) + share
+    def came(self, lateness: float, step: int) -> int:
+        """Takes in how late a step was for its sequences on average; steps until it bears one that is late.
+        What was early makes up for as much.
+        """
+        self.late = max(0.0, self.late - _LATE_SHARE * (step - self.at_step) + lateness)
         self.at_step = step
         return max(0, math.ceil((self.late - _MOST_LATE) / _LATE_SHARE))
+
+    def expects_gain(self) -> None:
+        """Its answers say that drafts would hold, which an attempt finds out."""
+        self.late = max(0.0, self.late - _MOST_LATE)
 
     def looked_back(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """Takes in what would have been found in a text that is known meanwhile, and returns how much of it

@@ -59,11 +59,13 @@ class DraftProgress:
         read = self.num_known + min(num_accepted, self.num_proposed - 1)
         self.num_read = max(self.num_read, min(read, self.num_owned))
 
-    def is_late(self, pace: float) -> bool:
-        """Takes in the latest step, of so many plain ones: whether its tokens were late. They are where the
-        latest few took longer than plain steps do; a longer step is not to be felt where these did not.
+    def lateness(self, pace: float) -> float:
+        """Takes in the latest step, of so many plain ones: 1 where its tokens are late, which they are where
+        the latest few took longer than plain steps do, and the step as well; below 0 by the part that they
+        took less.
         """
         self.paces.append(pace)
         self.paces.extend([0.0] * self.num_held)
         self.num_held = 0
-        return sum(self.paces) > PACE_TOKENS * (NOT_LATE if pace <= NOT_LATE else 1.0)
+        took = sum(self.paces) / PACE_TOKENS
+        return 1.0 if took > (NOT_LATE if pace <= NOT_LATE else 1.0) else min(0.0, took - 1.0)

@@ -139,7 +139,7 @@ class Proposer:
             held = experience.looked_back(drafts, drawn)
             known += 1 + held
             num_lookups, num_held = num_lookups + 1, num_held + held
-        self.economics.may_wake(num_lookups, num_held)
+        self.economics.may_wake(state.owner[0], num_lookups, num_held)
 
     def _looked_up(
         self,

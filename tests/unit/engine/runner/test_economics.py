@@ -342,9 +342,9 @@ def came(economics: Economics, sequences: list[DraftProgress], owners: str, pace
 def test_tokens_are_late_for_whom_they_take_longer_than_without() -> None:
     economics, sequences = Economics(4, 0.05), [DraftProgress(), DraftProgress()]
     first, second = (economics.owners.of(owner) for owner in "ab")
-    # Eight tokens in 1.5 and five steps are quick; who has no drafts waits half a step longer for each.
+    # Eight tokens in six and a half steps are quick; who has no drafts waits half a step longer for each.
     came(economics, sequences, "ab", 1.5, 2)
-    assert (first.late, second.late) == pytest.approx((7.995, 8.995))
+    assert (first.late, second.late) == pytest.approx((7.995 - 1.5 / 8, 8.995))
     # The late one is paid for by two hundred tokens that are not.
     assert economics._borne_in == pytest.approx(199, abs=1)
     # Within two hundredths nobody notices; in vain, half a step is late until eight further tokens have come.
