@@ -46,11 +46,12 @@ from benchmarks.in_process import InProcessEngine, Mailbox
 from benchmarks.quantization import MIXTURE, SEED
 from benchmarks.tracing_overhead import interval
 from checkpoint.files import find
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
 from engine.core.warm_up import TOGETHER, WarmUp
 from engine.runner.build import build_here
+from engine.speculation_config import SpeculationConfig
 from engine.types import TokenEvent
 from models.corpus import documents
 from runtime.config import ModelConfig

@@ -28,18 +28,12 @@ from benchmarks.drafters import prompts_of
 from benchmarks.engine.report import options, publish
 from benchmarks.in_process import Mailbox
 from contract.retention import Retention
-from engine.config import (
-    AdaptersConfig,
-    CacheConfig,
-    EngineConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-    adapters_beside,
-)
+from engine.config import AdaptersConfig, CacheConfig, EngineConfig, SchedulerConfig, adapters_beside
 from engine.core import messages
 from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
 from engine.runner.build import build_here
+from engine.speculation_config import SpeculationConfig
 from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent, TokenLogprobs
 from runtime.config import ModelConfig
 from services.supervisor.config import BUNDLED_MODEL

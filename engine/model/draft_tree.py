@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.config import MOST_DRAFTS, EngineConfig
+from engine.config import EngineConfig
 from engine.model.lookahead import MOST_SEQUENCES, LookaheadShape, check_branches, num_blocks_of
 from engine.model.spec import ModelSpec
+from engine.speculation_config import MOST_DRAFTS
 from runtime.errors import ConfigError
 
 KEY = "engine.speculation.tree"

@@ -246,7 +246,7 @@ class Economics:
                 progress.paces.extend([1.0] * min(num_plain, PACE_TOKENS))
             late.setdefault(owner, []).append(progress.lateness(self._pace))
         known = [(self.owners.of(owner), sum(each) / len(each)) for owner, each in late.items()]
-        self._borne_in = max(owner.came(lateness, self._num_steps) for owner, lateness in known)
+        self._borne_in = max((owner.came(lateness, self._num_steps) for owner, lateness in known), default=0)
 
     def _extra_s(self, step: StepCost, plain_s: float, expected_s: float) -> float:
         """Seconds that a step was longer for its drafts."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.lookups import AnswerLookup, PromptLookup
+from engine.speculation_config import SpeculationConfig
 from engine.types import GRAMMAR_DRAFTS
 
 # Forced tokens that are verified in one step.

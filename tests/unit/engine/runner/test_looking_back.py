@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.proposer import Proposer
+from engine.speculation_config import SpeculationConfig
 from engine.types import NewSequence, SamplingParams
 from kernels.host import HOST
 from tests.unit.engine.runner.virtual_drafts import Clock

@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig, SpeculationConfig
+from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.simulated import SimulatedRunner
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
 from engine.scheduler import Scheduler
+from engine.speculation_config import SpeculationConfig
 from engine.types import Request, SamplingParams, SchedulerOutput, StepResult
 from kernels.host import HOST
 from tests.unit.engine.driver import memory_plan
