@@ -20,6 +20,8 @@ Listener = Callable[[TokenEvent], None]
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+    # Nothing that was proposed holds.
+    "hot": {"temperature": 2.0},
 }
 
 
@@ -65,6 +67,7 @@ class InProcessEngine:
         prompt: tuple[int, ...] | None = None,
         *,
         ends: bool = False,
+        tenant: str = "",
     ) -> int:
         """A request of so many random tokens, or of `prompt`; returns its id, which is also its seed. `ends`:
         the answer is over where the model ends it.
@@ -78,6 +81,7 @@ class InProcessEngine:
                     request_id=request_id,
                     external_id=str(request_id),
                     prompt_token_ids=prompt,
+                    tenant=tenant,
                     sampling=SamplingParams(
                         max_tokens=max_tokens,
                         ignore_eos=not ends,

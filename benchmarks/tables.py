@@ -60,6 +60,11 @@ COMMANDS = {
     "drafters_always": f"{_DRAFTERS} --rounds 3 --streams 1 8 --always "
     "--tree '[[1,1,0],[2,0],[0,1,0],[0,0,1]]'",
     "drafters_smollm2": "drafters --model smollm2-135m --streams 1 --answers 12 --rounds 3",
+    "drafters_same": "drafters_same --methods ngram suffix lookahead draft_model eagle3 'eagle3 tree' medusa",
+    "drafters_smollm2_tasks": "drafters --model smollm2-135m --streams 1 --answers 5 --rounds 3 "
+    "--draw sampled --tasks extraction chat code summary --only 'off again' ngram suffix",
+    "drafters_tenants": f"{_DRAFTERS} --mixed --tasks extraction chat code summary --streams 8 32 64 "
+    "--rounds 3 --answers 40 --draw sampled --only 'off again' suffix eagle3 medusa",
     "drafters_tasks": f"{_DRAFTERS} --rounds 3 --streams 1 --answers 24 --tasks extraction tools chat story",
     "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from engine.speculation_config import LOOKUPS, SpeculationConfig
 from kernels.config import KernelsConfig
 from kernels.ranks.shares import MOST_RANKS, Degrees
 from runtime.config import load_section, problem_with_adapter_name
@@ -61,7 +62,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_waiting: int = 4096
     # Refuse a request whose expected wait exceeds its tier's queue limit.
     refuse_early: bool = True
-    # Plan the next step while the present one runs; "auto" does so on an accelerator.
+    # Plan the next step while the present one runs; "auto" does so on an accelerator. On CPUs it takes part
+    # of a core from the step that runs, and gains nothing (table drafters of docs/benchmarks-tables.md). "on"
+    # goes with drafts that are looked up for an accelerator: others wait for a step's tokens.
     overlap: Literal["auto", "on", "off"] = "auto"
 
 
@@ -118,57 +121,6 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     poison_token_id: int = -1
     # For drills: the runner breaks for good when it meets a prompt with this token.
     break_token_id: int = -1
-
-
-# Whose drafts may be a tree.
-_TREE_METHODS = ("eagle3", "medusa", "mtp")
-
-
-class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
-
-    # ngram looks a sequence's end up in its own text; suffix also in the tenant's own recent answers.
-    # draft_model runs a small model ahead; eagle3 a trained head over hidden states of the model itself;
-    # medusa has a head for each draft, all over the last hidden state; mtp runs the layer that predicts
-    # further tokens, of the model's own checkpoint or trained for it. lookahead has the model guess many
-    # tokens ahead of each text at once, and verifies n-grams that come of it.
-    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "medusa", "mtp", "lookahead"] = "off"
-    # Directory of the draft model, of the same vocabulary; of the heads where the method is eagle3 or medusa,
-    # or of the layer where it is mtp. Empty with mtp: the layer lies in the model's own checkpoint.
-    draft_model: str = ""
-    num_draft_tokens: int = 4
-    # Tokens that eagle3 and mtp look back on, of those that were computed since the sequence came in.
-    head_context_tokens: int = 512
-    # Longest and shortest suffix that prompt lookup searches for.
-    max_ngram: int = 4
-    min_ngram: int = 2
-    # Tokens of recent answers that suffix keeps, of all tenants together: about 125 bytes of memory each.
-    answer_tokens: int = 131_072
-    # Columns of lookahead's window: each has num_draft_tokens guesses, and with the token behind them is an
-    # n-gram. So many of those that begin with a text's last token are verified at once.
-    lookahead_window: int = 3
-    lookahead_candidates: int = 3
-    # Drafts of eagle3, medusa and mtp beside the likeliest num_draft_tokens, written as Medusa's choices:
-    # paths of ranks from 0. [1, 0, 0] is the second likeliest token, and what is likeliest behind it, twice.
-    # What is before a path, and what is likelier behind the same drafts, belongs to the tree. Empty: a chain.
-    tree: tuple[tuple[int, ...], ...] = ()
-    # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
-    # than this share of them would be accepted. 0 always drafts, whatever it costs.
-    min_acceptance: float = 0.1
-
-    def validate(self) -> None:
-        """Raises ConfigError for what is no tree, or one of a method that makes none."""
-        if self.tree and self.method not in _TREE_METHODS:
-            raise ConfigError(
-                f"engine.speculation.tree: drafts of method = {self.method!r} are no tree; leave it empty, "
-                f"or set the method to one of {', '.join(_TREE_METHODS)}"
-            )
-        for path in self.tree:
-            if not 0 < len(path) <= self.num_draft_tokens or min(path) < 0:
-                raise ConfigError(
-                    f"engine.speculation.tree = [{list(path)}]: a path has ranks from 0, one to "
-                    f"num_draft_tokens = {self.num_draft_tokens} of them; shorten it, or raise that"
-                )
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -404,12 +356,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_role()
         self.adapters.validate()
         self.speculation.validate()
+        self.check_overlap("none" if self.simulated else self.device)
         self.packed_weights.validate()
         simulation = self.simulation
         if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
             raise ConfigError(
                 f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
                 f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
+            )
+
+    def overlaps(self, device: str) -> bool:
+        """Whether the next step is planned while the present one runs. Drafts wait for a step's tokens; only
+        looked-up ones go on behind what a device is still drawing.
+        """
+        asked, on_device = self.scheduler.overlap, device not in ("cpu", "none")
+        waits = self.speculation.method not in ("off", *(LOOKUPS if on_device else ()))
+        return not waits and (asked == "on" or (asked == "auto" and on_device))
+
+    def check_overlap(self, device: str) -> None:
+        """Raises ConfigError where overlap is asked for, and drafts wait for the tokens of each step."""
+        if self.scheduler.overlap == "on" and not self.overlaps(device):
+            raise ConfigError(
+                f'engine.scheduler.overlap = "on": drafts of engine.speculation.method = '
+                f"{self.speculation.method!r} wait for each step's tokens; set it to auto, or the method "
+                "to off (ngram and suffix go with it on a GPU)"
             )
 
     def _check_disk(self) -> None:
@@ -472,7 +442,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _check_ranks(self) -> None:
         """What is asked for beside ranks works with them, or is refused."""
         device = 'set it to cpu or auto, or make = "vllm" with engine.vllm.tensor_parallel_size'
-        drafts = ("off", "ngram", "suffix")
         degrees = self.parallel.degrees
         if degrees.stage_size % degrees.tensor or degrees.stage_size % degrees.expert:
             raise ConfigError(
@@ -492,7 +461,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("quantize", self.quantize not in ("off", "int8", "int4"), "set it to int8, int4 or off"),
             (
                 "speculation.method",
-                self.speculation.method not in drafts,
+                self.speculation.method not in ("off", *LOOKUPS),
                 "set it to ngram, suffix or off, whose drafts need no further weights",
             ),
             ("adapters", bool(self.adapters.num_slots), "serve adapters from an engine without ranks"),

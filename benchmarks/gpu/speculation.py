@@ -12,7 +12,7 @@ from benchmarks.gpu.device import Gpu
 from benchmarks.gpu.in_process import opened
 from benchmarks.gpu.report import Report
 from benchmarks.in_process import InProcessEngine
-from engine.config import SpeculationConfig
+from engine.speculation_config import SpeculationConfig
 from kernels.config import KernelsConfig
 
 NUM_LAYERS = 8

@@ -67,16 +67,6 @@ def _end(cause: str) -> None:
     os._exit(_EXIT_BROKEN)
 
 
-def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
-    on_device = facts.device.startswith("cuda")
-    method = config.speculation.method
-    if method == "draft_model" or (method != "off" and not on_device):
-        # Drafts wait for a step's tokens. Only looked-up ones go on behind what a device is still drawing.
-        return False
-    choice = config.scheduler.overlap
-    return on_device if choice == "auto" else choice == "on"
-
-
 def make_scheduler(
     config: EngineConfig,
     model: ModelConfig,
@@ -146,7 +136,7 @@ def serve_core(connection: CoreSocket, for_blocks: socket.socket | None = None) 
     except ConfigError as error:
         connection.send(messages.CoreRefused(str(error)))
         return _EXIT_CONFIG
-    overlap = _overlaps(config, facts)
+    overlap = config.overlaps(facts.device.partition(":")[0])
     report("take the first steps", 0.0)
     scheduler = make_scheduler(config, model, memory, facts)
     warm_up = WarmUp(runner, scheduler, config, memory, facts, overlap=overlap)

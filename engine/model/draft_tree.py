@@ -14,11 +14,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.model.lookahead import MOST_SEQUENCES, LookaheadShape, check_branches, num_blocks_of
 from engine.model.spec import ModelSpec
+from engine.speculation_config import MOST_DRAFTS
 from runtime.errors import ConfigError
 
 KEY = "engine.speculation.tree"
-# Drafts of a sequence and step, the likeliest ones among them.
-MOST_DRAFTS = 64
 # The parent of a branch that leaves the likeliest drafts.
 LIKELIEST = -1
 

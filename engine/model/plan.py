@@ -462,6 +462,7 @@ def num_scratch_blocks(config: EngineConfig) -> int:
 
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
+    config.check_overlap(device)
     folder = find(model.path)
     spec = read_spec(folder)
     if config.quantize != "off" and spec.quantization is not None:
@@ -520,8 +521,6 @@ def _of_ranks(given: PlanInput, headers: dict[str, TensorHeader], *, coded: bool
 
 def _draft_input(config: EngineConfig, spec: ModelSpec, device: str) -> DraftInput:
     path, method = config.speculation.draft_model, config.speculation.method
-    if not path:
-        raise ConfigError(f"engine.speculation.method = {method!r} needs engine.speculation.draft_model")
     folder = find(path, "engine.speculation.draft_model")
     if method in _HEADS:
         read, check = _HEADS[method]

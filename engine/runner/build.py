@@ -348,15 +348,15 @@ def _drafter(
     progress: Progress,
 ) -> Drafter | None:
     """What drafts that are not looked up come from, which the plan counts in."""
-    if (ahead := LookaheadShape.where_asked(given.config)) is not None:
-        assert isinstance(target, NativeDecoder), "refused otherwise"
-        target.copies_slots = True
-        return LookaheadDrafter(ahead)
-    if given.draft is None:
-        return None
-    if given.head is None:
+    ahead = LookaheadShape.where_asked(given.config)
+    if given.draft is not None and given.head is None:
         return _draft_model(given, given.draft, load, plan, storage_options, progress)
+    if given.draft is None and ahead is None:
+        return None
     assert isinstance(target, NativeDecoder), "refused otherwise"
+    target.copies_slots = branch_shape(given.config) is not None
+    if given.draft is None:
+        return LookaheadDrafter(cast("LookaheadShape", ahead))
     return _head(given, given.draft, load, plan, target, storage_options, progress)
 
 
@@ -374,7 +374,6 @@ def _head(
     assert spec is not None, "read as a head"
     target.captured_layers = spec.layers_of(target.spec.num_layers)
     tree = DraftTree.where_asked(given.config)
-    target.copies_slots = tree is not None
     load_record = functools.partial(
         load, request, target.library, lambda phase, part: progress("load draft head", part)
     )

@@ -11,6 +11,11 @@ estimated from its own drafts, place by place (acceptance), beginning with what 
 lately; that a tenant gains is believed of its sequences' own drafts alone. Drafts that are not verified are
 compared with what is drawn all the same, so that what never holds costs no row.
 
+A rate says nothing of how evenly tokens come. Late are those of a sequence whose latest eight took longer
+than by plain steps, so all for which it waits while others gain. That befalls less than one in a hundred of a
+tenant's tokens, or fewer than were as early (owners); beyond that, no step in which it takes part is longer
+than a plain one.
+
 Deciding takes time as well, and so does what a drafter keeps of steps. All that speculation took, less what
 it saved, is paid from a purse for batches of each size, into which goes half a percent of the time of steps.
 Once it is empty nobody looks, keeps or decides anything, until enough is in it for the next attempt: what
@@ -24,21 +29,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner.speculation.acceptance import Acceptance
-from engine.runner.speculation.owners import (
-    LEAST_MARGIN,
-    SLACK,
-    Owners,
-    all_gain,
-    leaves_each_as_much,
-    num_held,
-)
-from engine.runner.speculation.progress import DraftProgress
+from engine.runner.speculation.owners import LEAST_MARGIN, SLACK, Owners, all_gain, leaves_each_as_much
+from engine.runner.speculation.progress import NOT_LATE, PACE_TOKENS, DraftProgress
 from engine.runner.speculation.step_times import FEW, Recent, StepTimes, size_class
 
 # A draft must gain so many times what it costs at most. Between that and LEAST_MARGIN decides what steps with
@@ -60,15 +59,12 @@ _ATTEMPT_STEPS, _REST_INTERVAL, _MOST_FELT = 2, 128, 64
 _WAKING_STEPS = 32
 # Steps between two of which the time is taken while nobody looks.
 _PASSING_STEPS = 16
-# A trial that makes a step so much longer has so many steps between it and the next. A draft model makes so
-# many drafts in one.
-_SHORT_TRIAL, _TRIAL_INTERVAL, _TRIAL_ROUNDS = 0.01, 256, 2
+# Drafts that a draft model makes in a trial.
+_TRIAL_ROUNDS = 2
 # Part of a plain step that lookups may have cost in vain.
 _MOST_IN_VAIN = 0.1
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
 _READ_ROUNDS, _FEW_TOKENS = 8, 8
-# How fast the memory of what a sequence's lookups brought fades.
-_FOUND_FADING = 0.8
 # Of the time that an answer took, what looking back at it may take; and of a step, so that nobody waits.
 # Each rest that was ended in vain doubles the answers that are not heard, up to this power.
 _LOOK_BACK_SHARE, _MOST_LOOK_BACK, _MOST_UNHEARD = 0.0025, 0.5, 8
@@ -95,7 +91,6 @@ class _Costs:
     per_draft: Recent = field(default_factory=Recent)
     per_read: Recent = field(default_factory=Recent)
     steps_since_plain: int = 0
-    steps_since_trial: int = _TRIAL_INTERVAL
     margin: float = LEAST_MARGIN
     # Plain steps that drafts saved, less those that they cost, over the latest steps with drafts.
     balance: float = 0.0
@@ -141,8 +136,8 @@ class Economics:
         self.times = StepTimes()
         self._sizes: dict[int, _Costs] = {}
         # Time of the latest proposal; of all that was done for drafts since the latest step that was booked;
-        # and whether the latest step had drafts.
-        self._proposing_s = self._took_s = 0.0
+        # of the latest round or lookup; and whether the latest step had drafts.
+        self._proposing_s = self._took_s = self._per_draft_s = 0.0
         self._had_drafts = False
         # Of the latest step: whether nobody looks behind it, and whether an attempt is near.
         self.is_resting = self.is_waking = False
@@ -151,6 +146,10 @@ class Economics:
         self.owners = Owners()
         # Sequences in the latest step that was booked.
         self._latest_size = 0
+        # Steps so far, and at the latest one whose tokens were looked at; how many plain ones it took; and
+        # steps until everybody in it bears one that is longer.
+        self._num_steps = self._latest_came = self._borne_in = 0
+        self._pace = 1.0
         # Of the latest step: seconds of plain steps that accepted drafts stood for, and what drafts took.
         self._saved_s = self._spent_s = 0.0
 
@@ -172,6 +171,7 @@ class Economics:
         if self._num_passing:
             # The batch has another size meanwhile.
             self._costs(self._passing).num_resting += self._num_passing
+            self._num_steps -= self._num_passing
             self._num_passing = 0
         costs = self._costs(num_sequences)
         self.is_resting, self.is_waking = costs.num_resting > 0, False
@@ -187,7 +187,7 @@ class Economics:
         self._passing = num_sequences
         self._num_passing = max(0, min(_PASSING_STEPS, costs.num_resting - self._waking_steps))
         costs.num_resting -= self._num_passing
-        costs.steps_since_trial += 1 + self._num_passing
+        self._num_steps += 1 + self._num_passing
         return True
 
     def took(self, seconds: float) -> None:
@@ -203,9 +203,11 @@ class Economics:
         proposing_s, deciding_s = self._proposing_s, max(0.0, self._took_s - self._proposing_s)
         self._proposing_s = self._took_s = 0.0
         self._latest_size = step.num_sequences
+        self._num_steps, self._pace = self._num_steps + 1, 1.0
         costs = self._costs(step.num_sequences)
         plain_s = self.times.plain_s(step.num_sequences)
-        extra_s = self._extra_s(step, plain_s)
+        expected_s = self._expected_s(step, plain_s)
+        extra_s = self._extra_s(step, plain_s, expected_s) if plain_s else 0.0
         costs.looking.add(proposing_s + deciding_s)
         # Of deciding what takes longer than a step, and than it does mostly, was something else, too.
         if plain_s:
@@ -213,7 +215,6 @@ class Economics:
         took_s = proposing_s + deciding_s
         self._spent_s = took_s + extra_s
         if step.decodes_only:
-            costs.steps_since_trial += 1
             if step.num_drafts:
                 costs.steps_since_plain += 1
                 if plain_s:
@@ -226,6 +227,8 @@ class Economics:
                     costs.credit_s = _FIRST_CREDIT * step.seconds
         if not plain_s:
             return
+        # What only this step was longer disturbed it.
+        self._pace = 1 + (took_s + min(extra_s, expected_s)) / plain_s
         self._saved_s = plain_s * step.num_accepted / step.num_sequences
         gained_s = self._saved_s - self._spent_s
         if step.num_drafts and step.decodes_only:
@@ -233,34 +236,53 @@ class Economics:
             self._settle(costs, (self._saved_s - extra_s - proposing_s) / plain_s)
         self._pay(costs, plain_s, gained_s, _TRIAL_SHARE * step.seconds)
 
-    def _extra_s(self, step: StepCost, plain_s: float) -> float:
+    def came(self, sequences: Sequence[DraftProgress], owners: Sequence[str]) -> None:
+        """Books whose tokens of the step were late. Steps behind which nobody looked were plain."""
+        num_plain = self._num_steps - self._latest_came - 1
+        self._latest_came = self._num_steps
+        late: dict[str, list[float]] = {}
+        for progress, owner in zip(sequences, owners, strict=True):
+            if num_plain:
+                progress.paces.extend([1.0] * min(num_plain, PACE_TOKENS))
+            late.setdefault(owner, []).append(progress.lateness(self._pace))
+        known = [(self.owners.of(owner), sum(each) / len(each)) for owner, each in late.items()]
+        self._borne_in = max((owner.came(lateness, self._num_steps) for owner, lateness in known), default=0)
+
+    def _extra_s(self, step: StepCost, plain_s: float, expected_s: float) -> float:
         """Seconds that a step was longer for its drafts."""
+        if not step.num_drafts or not step.decodes_only:
+            # Beside prompts what drafts take is not to be seen.
+            return expected_s
+        # Beyond the share of its rows it was something else, which befalls plain steps as well.
+        most_s = plain_s * (1 + step.num_drafts / step.num_sequences)
+        return min(max(0.0, step.seconds - plain_s), most_s)
+
+    def _expected_s(self, step: StepCost, plain_s: float) -> float:
+        """The same, as others with as many drafts were."""
         if not step.num_drafts or not plain_s:
             return 0.0
-        if step.decodes_only:
-            # Beyond the share of its rows it was something else, which befalls plain steps as well.
-            most_s = plain_s * (1 + step.num_drafts / step.num_sequences)
-            return min(max(0.0, step.seconds - plain_s), most_s)
-        # Beside prompts what drafts take is not to be seen.
-        return float(self.times.factors(step.num_sequences, step.num_drafts)[-1] - 1) * plain_s
+        alone = step.num_sequences == 1
+        factors = self.times.factors_of_one if alone else partial(self.times.factors, step.num_sequences)
+        return float(factors(step.num_drafts)[step.num_drafts] - 1) * plain_s
 
     def _pay(self, costs: _Costs, plain_s: float, gained_s: float, earned_s: float) -> None:
         """Settles a step with the purse; nobody looks any more once it is empty."""
         costs.credit_s = min(costs.credit_s + gained_s + earned_s, _MOST_CREDIT * plain_s)
         if gained_s > 0:
             costs.num_felt = 0
-        elif -gained_s > _SHORT_TRIAL * plain_s:
+        elif -gained_s > SLACK * plain_s:
             costs.num_felt = min(costs.num_felt + 1, _MOST_FELT)
         costs.since_woken_s += gained_s
-        if costs.credit_s >= 0 or costs.num_resting or not self.min_acceptance:
+        # Looking takes as long in the next step.
+        is_felt = self._borne_in > 0 and costs.looking.value > (NOT_LATE - 1) * plain_s
+        if (costs.credit_s >= 0 and not is_felt) or costs.num_resting or not self.min_acceptance:
             return
         if costs.since_woken_s > 0:
             costs.num_woken = costs.num_unheard = 0
         wanted_s = _ATTEMPT_STEPS * costs.looking.value + costs.trial_s
-        missing_s = min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s
-        costs.num_resting = max(
-            math.ceil(missing_s / (_TRIAL_SHARE * plain_s)), _REST_INTERVAL * costs.num_felt
-        )
+        missing_s = max(0.0, min(wanted_s, _LARGEST_TRIAL * _MOST_CREDIT * plain_s) - costs.credit_s)
+        earned_in = math.ceil(missing_s / (_TRIAL_SHARE * plain_s))
+        costs.num_resting = max(earned_in, _REST_INTERVAL * costs.num_felt, self._borne_in)
         # What is earned meanwhile.
         costs.credit_s += missing_s
         costs.num_felt, self.is_resting = 0, True
@@ -289,33 +311,11 @@ class Economics:
         costs = self._costs(num_sequences)
         self._proposing_s = seconds
         if not num_read:
-            costs.per_draft.add(seconds / num_rounds)
+            self._per_draft_s = seconds / num_rounds
+            costs.per_draft.add(self._per_draft_s)
             return
         drafting = num_rounds * costs.per_draft.value
         costs.per_read.add(max(0.0, seconds - drafting) / num_read)
-
-    def verified(self, progress: DraftProgress, owner: str, num_drafted: int, num_accepted: int) -> None:
-        """Books how drafts fared."""
-        progress.verified(num_drafted, num_accepted)
-        self.owners.of(owner).acceptance.saw(num_drafted, num_accepted)
-
-    def compared(self, progress: DraftProgress, owner: str, text: NDArray[np.int64]) -> None:
-        """Books how drafts would have fared that were not verified, by the sequence's tokens [L]."""
-        drafts = progress.unverified
-        drawn = text[progress.num_known_then :][: len(drafts)].tolist()
-        held = num_held(drafts, drawn)
-        if held == len(drawn) < len(drafts):
-            return
-        progress.unverified = ()
-        progress.acceptance.saw(len(drafts), held)
-        self.owners.of(owner).acceptance.saw(len(drafts), held)
-
-    def looked_up(self, progress: DraftProgress, owner: str, *, found: bool) -> None:
-        """Books a lookup."""
-        known = self.owners.of(owner)
-        before = known.found if progress.found is None else progress.found
-        progress.found = _FOUND_FADING * before + (1 - _FOUND_FADING) * found
-        known.looked_up(found=found)
 
     def look_back_s(self, num_tokens: int) -> float:
         """How long looking back at an answer of so many tokens may take: nothing where lookups say it
@@ -326,9 +326,10 @@ class Economics:
         plain_s = self.times.plain_s(self._latest_size)
         return plain_s * min(_LOOK_BACK_SHARE * num_tokens / max(1, self._latest_size), _MOST_LOOK_BACK)
 
-    def may_wake(self, num_lookups: int, num_held: int) -> None:
-        """Ends the rest of the latest size of batch where looking back says that drafts pay: so many would
-        have held. After a rest that was ended in vain twice as many answers end before the next one is.
+    def may_wake(self, owner: str, num_lookups: int, num_held: int) -> None:
+        """Ends the rest of the latest size of batch where looking back at an owner's answer says that drafts
+        pay: so many would have held. After a rest that was ended in vain twice as many answers end before the
+        next one is.
         """
         costs, plain_s = self._costs(self._latest_size), self.times.plain_s(self._latest_size)
         if not num_lookups or not plain_s or not costs.num_resting:
@@ -344,6 +345,7 @@ class Economics:
         costs.num_woken += 1
         costs.since_woken_s = 0.0
         costs.num_resting = self._num_passing = 0
+        self.owners.of(owner).expects_gain()
         costs.credit_s = max(costs.credit_s, _FIRST_CREDIT * plain_s)
 
     @staticmethod
@@ -368,17 +370,14 @@ class Economics:
         chances = [self._chance(*each) for each in zip(sequences, owners, strict=True)]
         in_vain = costs.worth_s < -_MOST_IN_VAIN * plain_s
         asked = [] if in_vain else [row for row, chance in enumerate(chances) if chance >= least]
-        few = max(1, int(_SHORT_TRIAL * plain_s / each_s)) if each_s else num
+        few = max(1, int(SLACK * plain_s / each_s)) if each_s else num
         if len(asked) > few:
             sure = [(each.found or 0.0) * each.acceptance.share(0, _PRIOR) for each in sequences]
-            if not all_gain(owners, sure, len(asked) * each_s / plain_s):
-                asked = asked[:few]
+            if self._borne_in or not all_gain(owners, sure, len(asked) * each_s / plain_s):
+                asked = [asked[(costs.turn + offset) % len(asked)] for offset in range(few)]
+                costs.turn += few
         others = sorted(set(range(num)) - set(asked))
-        if (
-            others
-            and len(asked) < few
-            and self._may_try(costs, plain_s, each_s, is_felt=len(set(owners)) > 1)
-        ):
+        if others and len(asked) < few and self._may_try(costs, plain_s, each_s):
             # As many as together are a short trial.
             count = min(few - len(asked), len(others))
             tried = [others[(costs.turn + offset) % len(others)] for offset in range(count)]
@@ -393,7 +392,7 @@ class Economics:
         self, sequences: Sequence[DraftProgress], owners: Sequence[str], most: Sequence[int]
     ) -> list[int]:
         """How many drafts each gets, up to `most` [S], of those that are made by forwards: as many as pay; or
-        in a trial a few for the one of which there is the least to read.
+        in a trial one for all that need not be read first, and a few for one alone.
         """
         num = len(sequences)
         if not self.min_acceptance:
@@ -405,14 +404,16 @@ class Economics:
         asked = [row for row in range(num) if most[row]]
         if any(counts) or not asked:
             return counts
-        cheapest = min(asked, key=lambda row: sequences[row].num_unread)
-        few = min(_TRIAL_ROUNDS, self.max_drafts)
-        trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[cheapest]) * costs.per_read.value
-        num_rows = int(self._rows_each[:few].sum())
+        tried = [row for row in asked if not self.extra_tokens(sequences[row])]
+        tried = tried or [min(asked, key=lambda row: sequences[row].num_unread)]
+        few = min(_TRIAL_ROUNDS, self.max_drafts) if len(tried) == 1 else 1
+        trial_s = few * costs.per_draft.value + self.extra_tokens(sequences[tried[0]]) * costs.per_read.value
+        num_rows = len(tried) * int(self._rows_each[:few].sum())
         if num_rows > few:
             trial_s += float(self.times.factors(num, num_rows)[-1] - 1) * plain_s
         if self._may_try(costs, plain_s, trial_s):
-            counts[cheapest] = few
+            for row in tried:
+                counts[row] = few
         return counts
 
     def verifiable(
@@ -431,19 +432,12 @@ class Economics:
     def _can_compare(self, costs: _Costs, plain_s: float) -> bool:
         return plain_s > 0 and costs.steps_since_plain < _REFRESH_STEPS
 
-    @staticmethod
-    def _may_try(costs: _Costs, plain_s: float, seconds: float, *, is_felt: bool = True) -> bool:
-        """Whether a trial that takes so long has been earned; one that is felt by others is rare. One that
-        takes more than can be earned is paid for afterwards, so that what was dear once is measured again.
+    def _may_try(self, costs: _Costs, plain_s: float, seconds: float) -> bool:
+        """Whether a trial that takes so long has been earned, and is borne. One that takes more than can be
+        earned is paid for afterwards, so that what was dear once is measured again.
         """
         costs.trial_s = min(seconds, _LARGEST_TRIAL * _MOST_CREDIT * plain_s)
-        if costs.credit_s < costs.trial_s:
-            return False
-        if is_felt and seconds > _SHORT_TRIAL * plain_s:
-            if costs.steps_since_trial < _TRIAL_INTERVAL:
-                return False
-            costs.steps_since_trial = 0
-        return True
+        return costs.credit_s >= costs.trial_s and (not self._borne_in or seconds <= (NOT_LATE - 1) * plain_s)
 
     def _chance(self, progress: DraftProgress, owner: str) -> float:
         known = self.owners.of(owner)
@@ -495,11 +489,14 @@ class Economics:
         yields = (num + sums) * plain_s / (plain_s + costs.margin * extra_s)
         # Lookups are over, and cost what they cost; but everybody waited for them.
         sure = np.cumprod(self._shares(sequences, [None] * num, lengths, most), axis=1).ravel()[order]
-        fair = leaves_each_as_much(owners, whose, sure, 1 + (extra_s + self._proposing_s) / plain_s)
+        factors = 1 + (extra_s + self._proposing_s) / plain_s
+        fair = leaves_each_as_much(owners, whose, sure, factors)
+        if self._borne_in:
+            fair &= factors <= NOT_LATE
         best = int(np.argmax(np.where(fair, yields, 0.0)))
         gained_s = float(sums[best] * plain_s / num - extra_s[best])
         if yields[best] <= num or not fair[best]:
-            best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s, felt=len(set(owners)) > 1), 0.0
+            best, gained_s = self._trial(costs, plain_s, num, tokens, extra_s), 0.0
         return np.bincount(whose[: best + 1], minlength=num).tolist(), gained_s
 
     def _best_of_one(
@@ -523,10 +520,10 @@ class Economics:
             tokens.append(reach)
             extra_s.append((factors[rows[place]] - 1) * plain_s + (place + 1) * each_s + reading_s)
             yields = (1 + total) * plain_s / (plain_s + costs.margin * extra_s[-1])
-            if yields > highest:
+            if yields > highest and (not self._borne_in or extra_s[-1] <= (NOT_LATE - 1) * plain_s):
                 best, highest, gained_s = place + 1, yields, total * plain_s - extra_s[-1]
         if not best and tokens:
-            best = 1 + self._trial(costs, plain_s, 1, np.array(tokens), np.array(extra_s), felt=False)
+            best = 1 + self._trial(costs, plain_s, 1, np.array(tokens), np.array(extra_s))
         return [best], gained_s
 
     def _shares(
@@ -566,19 +563,23 @@ class Economics:
         num: int,
         tokens: NDArray[np.floating[Any]],
         extra_s: NDArray[np.floating[Any]],
-        *,
-        felt: bool,
     ) -> int:
         """The last of some drafts that would pay if they cost nothing, which are verified to measure what
         they cost; -1 for none.
         """
-        most = max(1, 2 * self.times.num_known(num))
-        count = min(1 << costs.num_trials // FEW % 4, most, tokens.size)
+        most = max(num, 2 * self.times.num_known(num))
+        count = min(num << costs.num_trials // FEW % 4, most, tokens.size)
         seconds = float(extra_s[count - 1])
-        if tokens[:count].sum() < num * SLACK or not self._may_try(costs, plain_s, seconds, is_felt=felt):
+        if tokens[:count].sum() < num * SLACK or not self._may_try(costs, plain_s, seconds):
             return -1
         costs.num_trials += 1
         return count - 1
 
     def _costs(self, num_sequences: int) -> _Costs:
-        return self._sizes.setdefault(size_class(num_sequences), _Costs())
+        size = size_class(num_sequences)
+        if size not in self._sizes:
+            self._sizes[size] = _Costs()
+            if self._per_draft_s:
+                # Until it is measured, what another size took.
+                self._sizes[size].per_draft.add(self._per_draft_s)
+        return self._sizes[size]

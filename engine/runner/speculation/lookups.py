@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.answers import RecentAnswers
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.ngram import continuation
+from engine.speculation_config import SpeculationConfig
 
 
 class PromptLookup(Drafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from engine.runner.speculation.acceptance import Acceptance
@@ -11,6 +12,10 @@ from engine.runner.speculation.ngram_pool import LookaheadText
 
 # How fast the experience with one sequence fades.
 _OWN_FADING = 0.9
+# Tokens over which a text's pace counts, because those that come together are read one after another.
+PACE_TOKENS = 8
+# Tokens that took no more than so many plain steps each are not late.
+NOT_LATE = 1.02
 
 
 @dataclass(kw_only=True)
@@ -22,6 +27,10 @@ class DraftProgress:
     found: float | None = None
     # The latest proposal was forced by the grammar, and says nothing of speculation.
     forced: bool = False
+    # How long after the one before it each of the latest tokens came, in plain steps; and how many drafts of
+    # the latest step held.
+    paces: deque[float] = field(default_factory=lambda: deque([1.0] * PACE_TOKENS, PACE_TOKENS))
+    num_held: int = 0
     # Drafts that were not verified, and how many tokens were known when they were made.
     unverified: tuple[int, ...] = ()
     num_known_then: int = 0
@@ -45,6 +54,18 @@ class DraftProgress:
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in how the latest drafts fared."""
         self.acceptance.saw(num_drafted, num_accepted)
+        self.num_held = num_accepted
         # The draft model has read every draft but its last; what lies in scratch blocks is lost.
         read = self.num_known + min(num_accepted, self.num_proposed - 1)
         self.num_read = max(self.num_read, min(read, self.num_owned))
+
+    def lateness(self, pace: float) -> float:
+        """Takes in the latest step, of so many plain ones: 1 where its tokens are late, which they are where
+        the latest few took longer than plain steps do, and the step as well; below 0 by the part that they
+        took less.
+        """
+        self.paces.append(pace)
+        self.paces.extend([0.0] * self.num_held)
+        self.num_held = 0
+        took = sum(self.paces) / PACE_TOKENS
+        return 1.0 if took > (NOT_LATE if pace <= NOT_LATE else 1.0) else min(0.0, took - 1.0)

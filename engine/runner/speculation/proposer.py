@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.drafter import Drafter
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.lookups import AnswerLookup, PromptLookup
+from engine.speculation_config import SpeculationConfig
 from engine.types import GRAMMAR_DRAFTS
 
 # Forced tokens that are verified in one step.
@@ -75,6 +75,7 @@ class Proposer:
         if drafter is None or step is None:
             return proposals
         self.economics.stepped(step)
+        self.economics.came([state.draft for state in states], [state.owner[0] for state in states])
         if self.economics.is_resting:
             return proposals
         drafter.learn(_LEARNING_SHARE * step.seconds)
@@ -106,7 +107,7 @@ class Proposer:
         if has_branches:
             num_drafted = max(num_drafted, 1)
         if num_drafted and not state.draft.forced:
-            self.economics.verified(state.draft, state.owner[0], num_drafted, num_accepted)
+            self.economics.owners.verified(state.draft, state.owner[0], num_drafted, num_accepted)
 
     def ended(self, state: SequenceState, table: SequenceTable) -> None:
         """A sequence is about to leave the table."""
@@ -138,7 +139,7 @@ class Proposer:
             held = experience.looked_back(drafts, drawn)
             known += 1 + held
             num_lookups, num_held = num_lookups + 1, num_held + held
-        self.economics.may_wake(num_lookups, num_held)
+        self.economics.may_wake(state.owner[0], num_lookups, num_held)
 
     def _looked_up(
         self,
@@ -154,7 +155,7 @@ class Proposer:
         for state in states:
             if state.draft.unverified:
                 text = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
-                economics.compared(state.draft, state.owner[0], text)
+                economics.owners.compared(state.draft, state.owner[0], text)
         lookups = zip(economics.lookups(progress, owners), open_to, ahead, strict=True)
         counts = [count + further if count and is_open else 0 for count, is_open, further in lookups]
         if not any(counts):
@@ -165,7 +166,7 @@ class Proposer:
             if counts[index]:
                 matcher, tokens = state.matcher, found[index]
                 found[index] = tokens if matcher is None else tokens[: matcher.valid_prefix(tokens)]
-                economics.looked_up(state.draft, owners[index], found=bool(found[index]))
+                economics.owners.looked_up(state.draft, owners[index], found=bool(found[index]))
         economics.proposed(len(states), sum(map(bool, counts)), self._clock() - started)
         lengths = [max(0, len(tokens) - ahead[index]) for index, tokens in enumerate(found)]
         for index, count in enumerate(economics.verifiable(progress, owners, lengths)):

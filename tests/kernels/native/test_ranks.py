@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from kernels.experts.native import ExpertsApart, sparse_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
 from kernels.ranks.reference import micro_batch, side_by_side, summed
-from kernels.ranks.shares import Degrees, share_of
+from kernels.ranks.shares import MOST_RANKS, Degrees, share_of
 from tests.kernels.native.test_experts import HIDDEN, Layer
 from tests.kernels.routings import ROUTINGS
 
@@ -170,6 +171,10 @@ def test_logits_lie_side_by_side(native: NativeLibrary, num_ranks: int, num_rows
     together(ranks, compute)
     assert (out[:num_rows] == side_by_side(parts)).all()
     assert np.isnan(out[num_rows:]).all()
+
+
+def test_python_and_the_library_know_the_same_number_of_ranks() -> None:
+    assert f"kMostRanks = {MOST_RANKS};" in Path("kernels/ranks/ranks.h").read_text(encoding="utf-8")
 
 
 def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:

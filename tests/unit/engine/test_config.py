@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.config import EngineConfig, load, num_threads
-from runtime.config import load_section
+from engine.model.plan import plan_input
+from runtime.config import ModelConfig, load_section
 from runtime.errors import ConfigError
 
 
@@ -75,6 +76,80 @@ def test_adapters_beside_a_checkpoint_are_left_out_where_ranks_share_it() -> Non
     tables["engine"] |= {"adapters": {"paths": {"mine": "models/millrace-nano/adapters/pirate"}}}
     with pytest.raises(ConfigError, match=r"engine\.adapters: does not go with engine\.parallel\.tensor = 2"):
         load(tables)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"num_draft_tokens": 0}, r"speculation\.num_draft_tokens = 0: must be at least 1"),
+        ({"num_draft_tokens": 65}, r"speculation\.num_draft_tokens = 65: 64 at most; lower it"),
+        ({"min_ngram": 0}, r"speculation\.min_ngram = 0: must be at least 1"),
+        ({"min_ngram": 5}, r"speculation\.min_ngram = 5: exceeds max_ngram = 4.*lower it, or raise that"),
+        ({"min_acceptance": -0.1}, r"speculation\.min_acceptance = -0\.1: a share, from 0 to 1"),
+        ({"min_acceptance": 1.5}, r"speculation\.min_acceptance = 1\.5: a share"),
+        ({"min_acceptance": float("nan")}, r"speculation\.min_acceptance = nan: a share"),
+        ({"method": "lookahead", "lookahead_window": 63}, r"lookahead_window = 63: .*260 rows.*256 at most"),
+        ({"method": "draft_model"}, r"speculation\.draft_model = '': .*name it, or set the method"),
+        ({"method": "eagle3"}, r"speculation\.draft_model = '': .*name it"),
+        ({"method": "medusa"}, r"speculation\.draft_model = '': .*name it"),
+        ({"method": "ngram", "draft_model": "x"}, r"draft_model = 'x': .*'ngram' reads none; leave it empty"),
+        ({"method": "suffix", "draft_model": "x"}, r"draft_model = 'x': .*reads none"),
+        ({"method": "lookahead", "draft_model": "x"}, r"draft_model = 'x': .*reads none"),
+        ({"method": "mtp", "tree": [[0, 0]]}, r"speculation\.tree has \[0, 0\].*leave it out"),
+        ({"method": "mtp", "tree": [[1], [1]]}, r"speculation\.tree has \[1\].*leave it out"),
+    ],
+)
+def test_a_setting_of_speculation_that_cannot_work_is_named(table: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load({"engine": {"speculation": table}})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"method": "ngram", "min_ngram": 4}, {"method": "mtp", "tree": [[1, 0]]}, {"min_acceptance": 1.0}]
+    + [
+        {"method": method, "draft_model": "x"} for method in ("off", "draft_model", "eagle3", "medusa", "mtp")
+    ],
+)
+def test_settings_of_speculation_that_work_are_taken(table: dict[str, object]) -> None:
+    load({"engine": {"speculation": table}})
+
+
+@pytest.mark.parametrize(
+    ("overlap", "method", "device", "overlaps"),
+    [
+        ("auto", "off", "cpu", False),
+        ("on", "off", "cpu", True),
+        ("on", "suffix", "cpu", None),
+        ("on", "lookahead", "cpu", None),
+        ("auto", "suffix", "cpu", False),
+        ("auto", "suffix", "cuda", True),
+        ("on", "ngram", "cuda", True),
+        ("off", "ngram", "cuda", False),
+        ("auto", "draft_model", "cuda", False),
+        ("on", "draft_model", "cuda", None),
+    ],
+)
+def test_overlap_that_is_asked_for_is_there_or_refused(
+    overlap: str, method: str, device: str, overlaps: bool | None
+) -> None:
+    speculation = {"method": method, "draft_model": "x" if method == "draft_model" else ""}
+    table = {"scheduler": {"overlap": overlap}, "speculation": speculation, "device": device}
+    config = load_section({"engine": table}, "engine", EngineConfig)
+    if overlaps is None:
+        with pytest.raises(ConfigError, match=r'engine\.scheduler\.overlap = "on": .*wait.*set it to auto'):
+            config.validate()
+    else:
+        config.validate()
+        assert config.overlaps(device) is overlaps
+
+
+def test_overlap_that_cannot_be_is_refused_once_the_device_is_known() -> None:
+    config = load({"engine": {"scheduler": {"overlap": "on"}, "speculation": {"method": "ngram"}}})
+    model = ModelConfig(path="models/millrace-nano")
+    with pytest.raises(ConfigError, match=r'engine\.scheduler\.overlap = "on"'):
+        plan_input(config, model, device="cpu", available_bytes=1 << 30)
+    plan_input(config, model, device="cuda", available_bytes=1 << 30)
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("", 8), ("3", 3), ("0", 8), ("4,2", 8)])

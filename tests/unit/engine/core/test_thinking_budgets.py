@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 
 from contract.chat import JsonSchemaFormat
 from contract.thinking import ThinkingTags
-from engine.config import CacheConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.speculation_config import SpeculationConfig
 from engine.types import FinishReason, GrammarSpec, Request, SamplingParams
 from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.driver import open_runner

@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from engine.config import SpeculationConfig
 from engine.model.families import read_spec
 from engine.model.spec import CheckpointError
+from engine.speculation_config import SpeculationConfig
 from engine.types import GrammarSpec, SamplingParams
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_logits

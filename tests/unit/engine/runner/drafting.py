@@ -10,10 +10,10 @@ import llguidance
 import numpy as np
 import transformers
 
-from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.features import FeatureDrafter
 from engine.runner.speculation.head import HeadDrafter
+from engine.speculation_config import SpeculationConfig
 from engine.types import GrammarSpec, SamplingParams
 from services.drafter.course import train_head
 from services.drafter.lessons import Lesson

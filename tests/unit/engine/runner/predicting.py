@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.config import SpeculationConfig
+from engine.speculation_config import SpeculationConfig
 from tests.unit.engine.checkpoints import SMALL, edit_config, make_checkpoint
 
 

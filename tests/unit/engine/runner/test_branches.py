@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.branches import DraftBranch
 from engine.runner.speculation.drafter import Drafter
+from engine.speculation_config import SpeculationConfig
 from tests.unit.engine.runner.drafting import SAMPLINGS, totals
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import SpeculationConfig
+from engine.speculation_config import SpeculationConfig
 from engine.types import SamplingParams
 from kernels.native.library import NativeUnavailableError, load_native
 from models.corpus import Mixture, documents

@@ -16,10 +16,11 @@ import pytest
 import transformers
 
 from contract.retention import Retention
-from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig, SpeculationConfig
+from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig
 from engine.runner.base import PendingStep
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.speculation_config import SpeculationConfig
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from services.drafter.lessons import Lesson
 from tests.unit.engine.adapters.test_merged import load

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.model.plan import make_plan, plan_input
 from engine.model.state_memory import state_room
 from engine.runner.speculation.draft_model import DraftModel
+from engine.speculation_config import SpeculationConfig
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import Driver

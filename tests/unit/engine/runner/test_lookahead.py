@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.lookahead import LookaheadShape
 from engine.model.plan import make_plan, plan_input
 from engine.runner.speculation import ngram_pool
 from engine.runner.speculation.lookahead import window_branches
 from engine.runner.speculation.ngram_pool import LookaheadText, NgramPool
+from engine.speculation_config import SpeculationConfig
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.drafter.lessons import Lesson

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.proposer import Proposer
+from engine.speculation_config import SpeculationConfig
 from engine.types import NewSequence, SamplingParams
 from kernels.host import HOST
 from tests.unit.engine.runner.virtual_drafts import Clock
@@ -53,7 +53,7 @@ def _rest_of(economics: Economics) -> int:
 def test_where_what_was_found_would_have_paid_the_rest_is_over() -> None:
     economics = resting()
     step(economics)
-    economics.may_wake(num_lookups=10, num_held=25)
+    economics.may_wake("a", num_lookups=10, num_held=25)
     assert step(economics)
 
 
@@ -62,7 +62,7 @@ def test_where_it_would_not_have_paid_nobody_looks(num_lookups: int, num_held: i
     economics = resting()
     step(economics)
     before = _rest_of(economics)
-    economics.may_wake(num_lookups, num_held)
+    economics.may_wake("a", num_lookups, num_held)
     assert _rest_of(economics) == before > 0
 
 
@@ -73,7 +73,7 @@ def test_rests_that_are_ended_in_vain_are_ended_ever_more_rarely_until_one_pays(
         for _ in range(40):
             step(economics)
         before = _rest_of(economics)
-        economics.may_wake(num_lookups=10, num_held=25)
+        economics.may_wake("a", num_lookups=10, num_held=25)
         num_woken += before > 0 and not _rest_of(economics)
     assert 3 <= num_woken <= 8
     while not step(economics):
@@ -84,12 +84,12 @@ def test_rests_that_are_ended_in_vain_are_ended_ever_more_rarely_until_one_pays(
         step(economics)
     assert economics._sizes[1].num_unheard > 0
     economics._sizes[1].num_unheard = 0
-    economics.may_wake(num_lookups=10, num_held=25)
+    economics.may_wake("a", num_lookups=10, num_held=25)
     for _ in range(10):
         step(economics, num_accepted=4)
     while not _rest_of(economics):
         step(economics)
-    economics.may_wake(num_lookups=10, num_held=25)
+    economics.may_wake("a", num_lookups=10, num_held=25)
     # As after the first one: the next is not put off.
     assert not _rest_of(economics)
     assert not economics._sizes[1].num_unheard

@@ -17,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import EngineConfig
 from engine.model.eagle3 import HeadRooms
 from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.mtp import MTP, read_trained_predictor
 from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.runner.speculation.head import HeadDrafter
+from engine.speculation_config import SpeculationConfig
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.drafter.head import write_head

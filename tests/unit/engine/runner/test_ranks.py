@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, PackedWeightsConfig, ParallelConfig, SpeculationConfig
+from engine.config import EngineConfig, PackedWeightsConfig, ParallelConfig
 from engine.model import kept_weights, loader
 from engine.model.checkpoint import LoadRequest
 from engine.model.kept_weights import KeptWeights
@@ -35,6 +35,7 @@ from engine.runner.base import RunnerBroken
 from engine.runner.build import build_here
 from engine.runner.ranks.group import RankGroup
 from engine.runner.runner import ModelRunner
+from engine.speculation_config import SpeculationConfig
 from engine.types import GrammarSpec, SamplingParams, ScheduledSequence, SchedulerOutput
 from kernels.native.library import NativeLibrary, NativeUnavailableError, load_native
 from runtime.config import ModelConfig

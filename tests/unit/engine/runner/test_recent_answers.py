@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.answers import RecentAnswers
 from engine.runner.speculation.suffixes import Match, SuffixAutomaton
+from engine.speculation_config import SpeculationConfig
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.test_queued_speculation import Watched, requests_of

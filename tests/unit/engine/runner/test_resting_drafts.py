@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.config import SpeculationConfig
 from engine.runner.inputs import StepInputs
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.features import FeatureDrafter
+from engine.speculation_config import SpeculationConfig
 from engine.types import ScheduledSequence
 from services.drafter.lessons import Lesson
 from tests.unit.engine.runner.drafting import poison_head, speculating, totals

@@ -14,9 +14,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.ngram import continuation
+from engine.speculation_config import SpeculationConfig
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import reference_logits
 from tests.unit.engine.runner.drafting import BUNDLED, GRAMMAR, SAMPLINGS

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.model.plan import make_plan, plan_input
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import open_disk
 from engine.runner.prefix_disk.tier import DiskTier
+from engine.speculation_config import SpeculationConfig
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy

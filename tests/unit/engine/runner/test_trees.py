@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import transformers
 
-from engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.draft_tree import LIKELIEST, DraftTree
 from engine.model.eagle3 import HeadRooms
 from engine.model.kv_memory import kv_bytes_per_token
@@ -25,6 +25,7 @@ from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.features import FeatureDrafter
 from engine.runner.speculation.head import HeadDrafter
+from engine.speculation_config import SpeculationConfig
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.drafter.lessons import Lesson

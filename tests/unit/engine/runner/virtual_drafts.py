@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig, SpeculationConfig
+from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.simulated import SimulatedRunner
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
 from engine.scheduler import Scheduler
+from engine.speculation_config import SpeculationConfig
 from engine.types import Request, SamplingParams, SchedulerOutput, StepResult
 from kernels.host import HOST
 from tests.unit.engine.driver import memory_plan
@@ -139,11 +140,12 @@ class Run:
         return sum(spans) / len(spans)
 
     def p99_gap(self, tenant: str, over: int = 1) -> float:
-        """99th percentile of the seconds for `over` tokens, by token."""
+        """99th percentile of the seconds since the token `over` before, by the last token of each event."""
         gaps = [
-            (after - before) / over
+            (times[at] - times[at - over]) / over
             for times in self.of(tenant)
-            for before, after in zip(times, times[over:], strict=False)
+            for at in range(over, len(times))
+            if at + 1 == len(times) or times[at + 1] > times[at]
         ]
         return float(np.percentile(gaps, 99))
 
@@ -155,9 +157,10 @@ def run(
     *,
     method: str = "ngram",
     num_tokens: int = 400,
+    num_turns: int = 2,
     **guesses: Any,
 ) -> Run:
-    """Streams of the tenants in turns, each of two requests one after another."""
+    """Streams of the tenants in turns, each of so many requests one after another."""
     clock, engine, done = Clock(), SimulatedRunner(SIMULATION), Run()
     table = SequenceTable(vocab_size=VOCAB, max_model_len=4096, device=HOST, grammar=cast(Any, None))
     drafter = Guesses(accuracy, machine, clock, **guesses)
@@ -196,7 +199,7 @@ def run(
         for event in scheduler.drain_events():
             done.times_s[event.request_id] += [clock.now] * len(event.token_ids)
             done.outputs[event.request_id] += event.token_ids
-            if event.finish_reason is not None and event.request_id < num_streams:
+            if event.finish_reason is not None and event.request_id < num_streams * (num_turns - 1):
                 ask(event.request_id + num_streams)
     done.seconds = clock.now
     return done

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from engine.config import SpeculationConfig
 from engine.runner.runner import ModelRunner
 from engine.sampling.grammar import GrammarEngine, Matcher
+from engine.speculation_config import SpeculationConfig
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.runner.driver import Driver, Job, open_runner
 

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from engine.config import SpeculationConfig
 from engine.service.metrics import RequestTrace
 from engine.service.neighbours import RecentWork
+from engine.speculation_config import SpeculationConfig
 from engine.types import (
     GRAMMAR_DRAFTS,
     ChoiceHistory,

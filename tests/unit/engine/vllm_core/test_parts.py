@@ -14,9 +14,10 @@ import torch
 from contract.prefix import PrefixHasher, event_hash
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
-from engine.config import EngineConfig, SchedulerConfig, SpeculationConfig, VllmConfig
+from engine.config import EngineConfig, SchedulerConfig, VllmConfig
 from engine.core.messages import StepDone
 from engine.model.pooled_heads import ACTIVATIONS
+from engine.speculation_config import SpeculationConfig
 from engine.types import (
     FinishReason,
     GrammarSpec,

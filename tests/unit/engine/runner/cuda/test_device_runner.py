@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig, GraphsConfig, SchedulerConfig, SpeculationConfig
+from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
 from engine.runner.runner import ModelRunner
+from engine.speculation_config import SpeculationConfig
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, StepResult
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import (

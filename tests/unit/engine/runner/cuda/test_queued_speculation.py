@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.thinking import ThinkingTags
-from engine.config import CacheConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, SchedulerConfig
 from engine.core import messages
 from engine.core.loop import EngineLoop
 from engine.runner.cuda.acceptance import accept
@@ -26,6 +26,7 @@ from engine.runner.outcomes import LogitRows, num_confirmed
 from engine.runner.runner import LaunchedStep, ModelRunner
 from engine.runner.simulated import NamesAlone
 from engine.scheduler import Scheduler
+from engine.speculation_config import SpeculationConfig
 from engine.types import FinishReason, Request, SamplingParams, ScheduledSequence, SchedulerOutput, TokenEvent
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
