@@ -333,7 +333,7 @@ class ProgramBuilder:
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, cache, qkv)
         self._copy_slots(cache)
-        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
+        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x)
         if attention.gated:
             add_gate(self, mixed, qkv[:, width:])
         self.product_of_parts(attention.output, mixed, out, join)
@@ -346,8 +346,11 @@ class ProgramBuilder:
         q: Floats,
         mixed: Floats,
         sinks: Values | None = None,
+        x: Floats | None = None,
     ) -> None:
-        """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
+        """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache. Who
+        watches reads x [T, E], which they were computed from.
+        """
         plan = self._plan_of(attention.num_heads, num_kv_heads, mixed.shape[1], cache.block_size)
         options = attention.options
         args = AttentionArgs(
@@ -366,7 +369,7 @@ class ProgramBuilder:
             soft_cap=options.soft_cap or 0.0,
             ahead=options.ahead,
         )
-        self.add("attention", args, attention, cache, q, mixed)
+        self.add("attention", args, attention, cache, q, x, mixed)
 
     def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
         """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""

@@ -24,6 +24,7 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
+from engine.model.kv_scorer import find_scorer, unscored_because
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape
@@ -91,6 +92,9 @@ def build(
     one_heap()
     keep_freed_memory()
     folder = find(model.path)
+    follows = given.draft is not None and given.head is None
+    remembers = _remembers_because(given.whole, has_draft=follows)
+    scorer = find_scorer(config.cache.kvzap, folder, given.whole, remembers)
     request = LoadRequest(
         folder=folder,
         spec=spec,
@@ -136,12 +140,12 @@ def build(
         )
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
-    runner.adapters = adapters
+    runner.adapters, runner.table.scorer = adapters, scorer
     if reading is not None:
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()
-    follows = given.draft is not None and given.head is None
-    return runner, plan, _facts(given, plan, attention, device, has_draft=follows)
+    facts = _facts(given, plan, attention, device, has_draft=follows)
+    return runner, plan, msgspec.structs.replace(facts, unscored_because=unscored_because(scorer))
 
 
 def _storage(

@@ -15,6 +15,7 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.branch_draws import draw_with_branches
 from engine.runner.forgotten.meter import WatchedAttention, meter_of, take_forgotten
+from engine.runner.forgotten.scores import reader_of
 from engine.runner.forgotten.votes import choose, counter_of
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
@@ -147,10 +148,12 @@ def compute_step(
         inputs.batch,
         storage.layers,
     )
-    counter = counter_of([state.votes for state in inputs.states], inputs.starts, inputs.batch)
+    votes = [state.votes for state in inputs.states]
+    counter = counter_of(votes, inputs.starts, inputs.batch)
+    reader = reader_of(votes, inputs.starts, inputs.batch, table.scorer, model.spec.attending)
     watchers = [each for each in (meter, counter) if each is not None]
-    if watchers:
-        attention = WatchedAttention(attention, watchers)
+    if watchers or reader is not None:
+        attention = WatchedAttention(attention, watchers, reader)
     hidden = model.forward(inputs.batch, storage.layers, attention)
     # Before the blocks can be another's.
     _take_forgotten(inputs, table, storage, inputs.ends)

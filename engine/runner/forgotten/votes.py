@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.retention import SCORED
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.forgotten.keys import Floats, LayerKeys, capped
 from engine.runner.forgotten.meter import ForgottenKeys, keys_of
@@ -143,7 +144,9 @@ def counter_of(
     ragged, rows = batch.ragged, []
     for member, (each, start) in enumerate(zip(votes, starts.tolist(), strict=True)):
         first, end = int(ragged.query_starts[member]), int(ragged.query_starts[member + 1])
-        if each is not None and start + end - first > each.kept.first_voter:
+        if each is None or each.kept.policy == SCORED:
+            continue
+        if start + end - first > each.kept.first_voter:
             blocks = ragged.block_tables[member]
             rows.append(_VotingRow(votes=each, tokens=slice(first, end), start=start, blocks=blocks))
     return VoteCounter(rows) if rows else None

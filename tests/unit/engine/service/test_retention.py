@@ -72,14 +72,19 @@ def test_where_no_bound_can_be_told_it_is_said_why(given: dict[str, Any], becaus
 def test_where_no_tokens_can_be_chosen_it_is_said_why(given: dict[str, Any], because: str) -> None:
     asked = Retention(policy="snapkv", keep=0.5)
     assert taken(asked) == asked
-    with pytest.raises(MillraceError, match=rf"^kv\.policy: snapkv chooses by attention: {because}"):
+    with pytest.raises(MillraceError, match=rf"^kv\.policy: snapkv chooses what stays of .*: {because}"):
         taken(asked, **given)
     assert taken(msgspec.structs.replace(asked, if_possible=True), **given) is None
 
 
-def test_a_policy_that_needs_a_model_of_its_own_is_refused() -> None:
-    with pytest.raises(MillraceError, match=r"^kv\.policy: 'kvzap' is not one of .*h2o: it scores by"):
-        taken(Retention(policy="kvzap", keep=0.5))
+def test_an_engine_without_a_scorer_says_so() -> None:
+    asked = Retention(policy="kvzap", keep=0.5)
+    assert taken(asked) == asked
+    with pytest.raises(MillraceError, match=r"^kv\.policy: kvzap chooses what stays of .*: it has none;"):
+        taken(asked, unscored_because="it has none")
+    assert taken(msgspec.structs.replace(asked, if_possible=True), unscored_because="it has none") is None
+    snapkv = msgspec.structs.replace(asked, policy="snapkv")
+    assert taken(snapkv, unscored_because="it has none") == snapkv
 
 
 def test_the_engine_checks_for_itself() -> None:
