@@ -119,18 +119,23 @@ def _problem_with(config: KvScorerConfig, spec: ModelSpec) -> str:
     """Why a scorer is none of this model; empty where it is."""
     if config.model_type != "kvzap":
         return f"its model_type is {config.model_type!r}, not 'kvzap'"
-    heads = {spec.heads_of(layer).num_kv_heads for layer in spec.attending}
-    if len(heads) > 1:
-        found = f"{min(heads)} to {max(heads)} kv heads"
-        return f"layers of {spec.architecture} have {found}, and a scorer the same number for all"
-    for name, theirs, ours, what in (
-        ("n_modules", config.n_modules, spec.num_layers, "layers"),
-        ("input_dim", config.input_dim, spec.hidden_size, "hidden elements"),
-        ("output_dim", config.output_dim, max(heads, default=0), "kv heads"),
-    ):
+    wanted = config_of(spec)
+    for name, what in (("n_modules", "layers"), ("input_dim", "hidden elements"), ("output_dim", "kv heads")):
+        ours, theirs = getattr(wanted, name), getattr(config, name)
         if theirs != ours:
             return f"its {name} is {theirs}, and {spec.architecture} has {ours} {what}"
     return ""
+
+
+def config_of(spec: ModelSpec) -> KvScorerConfig:
+    """Of the linear scorer of a model. Raises ConfigError for layers that differ in their kv heads."""
+    heads = {spec.heads_of(layer).num_kv_heads for layer in spec.attending}
+    if len(heads) > 1:
+        found = f"{min(heads)} to {max(heads)} kv heads, and a scorer the same number for all"
+        raise ConfigError(f"layers of {spec.architecture} have {found}; set engine.cache.kvzap to ''")
+    return KvScorerConfig(
+        input_dim=spec.hidden_size, output_dim=max(heads, default=0), n_modules=spec.num_layers
+    )
 
 
 def names_of(config: KvScorerConfig, layer: int) -> list[tuple[str, tuple[int, int]]]:
