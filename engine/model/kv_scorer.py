@@ -55,30 +55,29 @@ class KvScorer:
     def score(self, layer: int, states: Any) -> NDArray[np.float64]:
         """Scores [K, T] of what a layer's attention computes upon [T, E], on the host or any device."""
         if isinstance(states, np.ndarray):
+            found: Any = states
             for number, (weight, bias) in enumerate(self.layers[layer]):
-                states = (gelu(states) if number else states) @ weight.T + bias
-            return states.T.astype(np.float64)
+                found = (gelu(found) if number else found) @ weight.T + bias
+            return np.asarray(found.T, np.float64)
         import torch
 
         found = states.float()
         for number, each in enumerate(self.layers[layer]):
-            weight, bias = (torch.from_numpy(part).to(found.device) for part in each)
-            found = torch.nn.functional.linear(
-                torch.nn.functional.gelu(found) if number else found, weight, bias
-            )
+            moved = [torch.from_numpy(part).to(found.device) for part in each]
+            found = torch.nn.functional.gelu(found) if number else found
+            found = torch.nn.functional.linear(found, *moved)
         return np.asarray(found.T.double().cpu().numpy())
 
 
 def gelu(x: Values) -> Values:
     """x times the normal distribution up to it; erf by Abramowitz and Stegun, 7.1.26."""
     size = np.abs(x) * np.float32(2**-0.5)
-    t = 1 / (1 + np.float32(0.3275911) * size)
-    factors = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-    rest = np.zeros_like(x)
-    for factor in factors:
+    t = np.float32(1) / (np.float32(1) + np.float32(0.3275911) * size)
+    rest: Any = np.zeros_like(x)
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         rest = (rest + np.float32(factor)) * t
     error = np.copysign(1 - rest * np.exp(-size * size), x)
-    return (np.float32(0.5) * x * (1 + error)).astype(np.float32)
+    return np.asarray(np.float32(0.5) * x * (1 + error), np.float32)
 
 
 def find_scorer(
