@@ -79,7 +79,7 @@ class Model:
         self._config = EngineConfig(num_threads=2, cache=cache)
         model = ModelConfig(path=str(folder))
         self.runner, memory, _ = build_here(self._config, model, lambda phase, part: None)
-        self._scheduler = Scheduler(self._config.scheduler, cache, memory, model="m")
+        self.scheduler = Scheduler(self._config.scheduler, cache, memory, model="m")
         self._num_asked = 0
         checkpoint = load_checkpoint(folder)
         self._writer, self._tokenizer = (
@@ -102,7 +102,7 @@ class Model:
 
     def say(self, prompt: tuple[int, ...], kept: Retention | None, num_tokens: int, forced: str = "") -> Said:
         """Its greedy answer, or its probabilities of what it is `forced` to say."""
-        scheduler, grammar = self._scheduler, None
+        scheduler, grammar = self.scheduler, None
         self._num_asked += 1
         if forced:
             payload = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(forced)}")
