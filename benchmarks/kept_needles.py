@@ -10,8 +10,9 @@ its end; `tasks` are the gate's, behind a text that has nothing to do with them.
 quarter of a text, token by token after the others (a grammar holds the answer to it; probabilities are those
 before it does). Beside them stands the share of their attention that the needles' answers lost at most.
 
-Only `tokens/s` is a time: of one answer to a prompt of `--decode-tokens`, nobody measuring what it loses, by
-policies in turns. `times full` is by the same prompt in the same turn.
+`tokens/s` is that of one answer to a prompt of `--decode-tokens`, nobody measuring what it loses, by policies
+in turns; `times full` beside what forgets nothing in the same turn. `prompt, times` is how long the prompt
+takes until its first token, as a multiple of the same; no prompt finds another's blocks.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ _TURN_ENDS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
 
 @dataclass(kw_only=True)
 class Said:
-    """Of one request: tokens, log-probabilities where they were asked for, what was lost, and seconds a token
-    behind the first.
+    """Of one request: tokens, log-probabilities where they were asked for, what was lost, seconds until the
+    first token, and seconds a token behind it.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     lost: float = 0.0
+    prompt_s: float = 0.0
     seconds: float = 0.0
 
 
@@ -119,12 +121,13 @@ class Model:
             retention=kept,
         )
         scheduler.submit(request, 0.0)
-        said, times = Said(), []
+        said, times, began = Said(), [], time.perf_counter()
         while scheduler.has_work:
             scheduler.update(self.runner.launch(scheduler.schedule(1.0)).wait(), 1.0)
             for event in scheduler.drain_events():
                 self._take(said, event)
                 times += [time.perf_counter()] * len(event.token_ids)
+        said.prompt_s = times[0] - began
         said.seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
         return said
 
@@ -203,17 +206,22 @@ def quality(model: Model, asked: Questions, kept: Retention | None) -> Row:
 
 
 def timed(model: Model, kinds: Sequence[Retention | None], num_tokens: int, rounds: int) -> list[Row]:
-    """Tokens a second of each, in turns."""
+    """Tokens a second of each, and how long its prompts take beside the first one's, in turns."""
     text = " ".join(each.text or "" for each in lines_of("intrinsic", 5, 1 + num_tokens // 500, is_long=True))
-    prompt = model.ids(text)[:num_tokens]
-    seconds: list[list[float]] = [[] for _ in kinds]
-    for _ in range(rounds):
-        for each, kept in zip(seconds, kinds, strict=True):
-            each.append(model.say(prompt, kept, _TIMED_TOKENS).seconds)
-    ratios = [[full / own for full, own in zip(seconds[0], each, strict=True)] for each in seconds]
+    found: list[list[Said]] = [[] for _ in kinds]
+    for turn in range(rounds):
+        for number, kept in enumerate(kinds):
+            prompt = model.ids(f"{turn}, {number}. {text}")[:num_tokens]
+            found[number].append(model.say(prompt, kept, _TIMED_TOKENS))
     return [
-        {"tokens/s": 1 / median(each), "times full": median(ratio)}
-        for each, ratio in zip(seconds, ratios, strict=True)
+        {
+            "tokens/s": 1 / median(own.seconds for own in each),
+            "times full": median(
+                full.seconds / own.seconds for own, full in zip(each, found[0], strict=True)
+            ),
+            "prompt, times": median(a.prompt_s / b.prompt_s for a, b in zip(each, found[0], strict=True)),
+        }
+        for each in found
     ]
 
 
