@@ -9,13 +9,14 @@ import msgspec
 
 from contract.sampling import Refuse
 
-RetentionPolicy: TypeAlias = Literal["full", "window+sinks", "snapkv", "h2o"]
+RetentionPolicy: TypeAlias = Literal["full", "window+sinks", "snapkv", "h2o", "kvzap"]
 
 FULL: RetentionPolicy = "full"
 POLICIES: tuple[RetentionPolicy, ...] = get_args(RetentionPolicy)
-# Those that choose among the prompt's tokens by attention, once it is computed (arXiv 2404.14469 and
-# 2306.14048).
-CHOOSING: tuple[RetentionPolicy, ...] = ("snapkv", "h2o")
+# Those that choose among the prompt's tokens, once it is computed: by attention (arXiv 2404.14469 and
+# 2306.14048), or by what a scorer that was trained for the model says of them (2601.07891).
+CHOOSING: tuple[RetentionPolicy, ...] = ("snapkv", "h2o", "kvzap")
+SCORED: RetentionPolicy = "kvzap"
 # It is computed anew with all of its keys and values, and goes on so; or it ends with an error.
 Beyond: TypeAlias = Literal["recompute", "refuse"]
 RECOMPUTE: Beyond = "recompute"
@@ -62,27 +63,24 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 def check(asked: Retention, refuse: Refuse, field: str = "kv") -> None:
     """Raises `refuse(name, problem)` for the first part of `field` that no engine could follow."""
     if asked.policy not in POLICIES:
-        problem = f"{asked.policy[:80]!r} is not one of {', '.join(POLICIES)}"
-        if asked.policy == "kvzap":
-            problem += ": it scores by a model trained beside each model, which checkpoints do not bring"
+        problem = f"{asked.policy[:80]!r} is not one of {', '.join(POLICIES)}: name one of these"
         raise refuse(f"{field}.policy", problem)
     if asked.keep is not None and not 0 < asked.keep <= 1:
         raise refuse(f"{field}.keep", f"{asked.keep} is not above 0 and at most 1: give the part to keep")
     if asked.window_tokens is not None and not 1 <= asked.window_tokens <= MOST_WINDOW_TOKENS:
-        problem = f"{asked.window_tokens} is not between 1 and {MOST_WINDOW_TOKENS}"
+        problem = f"{asked.window_tokens} is not between 1 and {MOST_WINDOW_TOKENS}: give tokens to keep"
         raise refuse(f"{field}.window_tokens", problem)
     if asked.max_lost is not None and not 0 < asked.max_lost <= 1:
         problem = f"{asked.max_lost} is not above 0 and at most 1: give the share of attention that may be "
         raise refuse(f"{field}.max_lost", problem + "lost; policy full loses none")
     if asked.beyond not in BEYOND:
-        raise refuse(f"{field}.beyond", f"{asked.beyond[:80]!r} is not one of {', '.join(BEYOND)}")
+        raise refuse(f"{field}.beyond", f"{asked.beyond[:80]!r} is not one of {', '.join(BEYOND)}: name one")
     given = [name for name in ("keep", "window_tokens", "max_lost") if getattr(asked, name) is not None]
     if not asked.forgets and given:
         problem = f"policy {FULL} keeps everything; leave it out, or ask for {POLICIES[1]}"
         raise refuse(f"{field}.{given[0]}", problem)
     given = [name for name in given if name != "max_lost"]
     if asked.forgets and len(given) != 1:
-        problem = (
-            f"policy {asked.policy} takes exactly one of keep and window_tokens, and {len(given)} are given"
-        )
-        raise refuse(f"{field}.keep", problem)
+        remedy = "leave one out" if given else "give keep, a part of the prompt's tokens, or their number"
+        problem = f"policy {asked.policy} takes exactly one of keep and window_tokens, and {len(given)} are "
+        raise refuse(f"{field}.keep", f"{problem}given: {remedy}")

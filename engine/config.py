@@ -91,6 +91,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Memory for the forgotten keys of answers that have a bound on what they lose (`kv.max_lost`): on a CPU a
     # part of the plan, else the host's. 0 refuses such bounds.
     forgotten_bytes: int = 0
+    # Folder of a scorer, by which answers of `kv.policy` kvzap choose what they keep of their prompts: what
+    # `millrace train-kvzap` wrote, or a KVzapModel of kvpress. Empty: kvzap/ in the model's folder, if it is
+    # there; else the policy is refused.
+    kvzap: str = ""
     # Speed of copies from the host. A block is brought back when that is faster than computing it again.
     host_bytes_per_s: float = 8e9
     # Folder for blocks of keys and values that outlive the engine; engines of the same machine may share it.
@@ -429,6 +433,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("cache.host_bytes", self.cache.host_bytes, f"set {theirs}.kv_transfer_config"),
             ("cache.disk_path", self.cache.disk_path, f"set {theirs}.kv_transfer_config"),
             ("cache.forgotten_bytes", self.cache.forgotten_bytes, "set it to 0: its answers forget nothing"),
+            ("cache.kvzap", self.cache.kvzap, 'set it to "": its answers forget nothing'),
             ("cache.kv_dtype", self.cache.kv_dtype != "auto", f"set {theirs}.kv_cache_dtype"),
             (
                 "cache.kv_dtype_layers",
@@ -468,6 +473,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("cache.host_bytes", bool(self.cache.host_bytes), "set it to 0"),
             ("cache.disk_path", bool(self.cache.disk_path), 'set it to ""'),
             ("cache.forgotten_bytes", bool(self.cache.forgotten_bytes), "set it to 0"),
+            ("cache.kvzap", bool(self.cache.kvzap), 'set it to ""'),
         ):
             if is_set:
                 raise ConfigError(f"engine.{key}: does not go with {self.parallel.asked}; {remedy}")

@@ -371,16 +371,16 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # that can forget nothing are served as with "full".
     policy: RetentionPolicy = FULL
     # Part of the prompt's tokens that are kept at a time.
-    keep: _Share | None = None
+    keep: float | None = None
     # The same as a number of tokens.
-    window_tokens: PositiveInt | None = None
+    window_tokens: int | None = None
     # The least that requests may ask for.
-    min_keep: _Share | None = None
+    min_keep: float | None = None
     min_window_tokens: PositiveInt | None = None
     # Share of its attention that an answer may lose by that, on average over its tokens: that of requests
     # that name none, and the most that they may name. What it lost at most is measured then, and reported;
     # steps take longer for all by that, so without it no request may ask for it.
-    max_lost: _Share | None = None
+    max_lost: float | None = None
     # What becomes of an answer that would lose more: "recompute" computes it anew with all of its keys and
     # values, and it goes on so; "refuse" ends it with an error.
     beyond: Beyond = RECOMPUTE

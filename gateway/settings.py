@@ -214,6 +214,11 @@ def _check_retention(key: str, kv: RetentionConfig) -> None:
         check_retention(kv.default, invalid, key)
     except MillraceError as error:
         raise ConfigError(error.message) from error
+    for name, share in (("min_keep", kv.min_keep), ("max_lost", kv.max_lost)):
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"{key}.{name}: {share} is not above 0 and at most 1; set such a part, or none")
+    if not kv.policies:
+        raise ConfigError(f"{key}.policies: it is empty; name {kv.policy!r} at least, or leave it out")
     if kv.policy not in kv.policies:
         raise ConfigError(f"{key}.policy: {kv.policy!r} is not among {key}.policies; add it there")
     for name, own, least in (

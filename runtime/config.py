@@ -287,10 +287,11 @@ def decode_table(name: str, table: Any, kind: type[Section]) -> Section:
 def _choices(kind: type, path: str) -> str:
     """The values of the field at `path` (".cache.kv_dtype") that has fixed ones; empty for other fields."""
     found: Any = msgspec.inspect.type_info(kind)
-    # A value of a table, whose key is not told, is "[...]".
-    for key in path.replace("[...]", ".*").split(".")[1:]:
+    # A value of a table, whose key is not told, is "[...]"; one of a list "[0]".
+    for key in re.sub(r"\[(\.\.\.|\d+)\]", ".*", path).split(".")[1:]:
         fields = {field.encode_name: field.type for field in getattr(found, "fields", ())}
-        found = getattr(found, "value_type", None) if key == "*" else fields.get(key)
+        inner = getattr(found, "value_type", getattr(found, "item_type", None))
+        found = inner if key == "*" else fields.get(key)
     if not isinstance(found, msgspec.inspect.LiteralType):
         return ""
     return ", ".join(str(value) for value in found.values if value != "")

@@ -215,8 +215,9 @@ def _enter(
     if before is None:
         x = x if change is None else x + change
         return x, x
-    # What is rounded on the way is not what adapters take.
-    return entering(before, x, change, None if step.adapters else entry, step.kernels)
+    # What is rounded on the way is not what adapters take, nor readers.
+    entry = None if step.adapters or step.read else entry
+    return entering(before, x, change, entry, step.kernels)
 
 
 def _leave(layer: Layer, half: int, change: Tensor, step: StepContext) -> Tensor:

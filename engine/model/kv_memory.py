@@ -175,3 +175,16 @@ def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
         return 0
     heads = (shape for shape in map(spec.cache_shape, range(spec.num_layers)) if shape is not None)
     return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
+
+
+def remembers_because(spec: ModelSpec, *, has_draft: bool = False) -> str:
+    """Why answers of a model may forget no blocks; empty where they may."""
+    if spec.pooling is not None or spec.bidirectional:
+        return "the model answers nothing that could forget"
+    if spec.latent is not None:
+        return "its latent attention keeps one vector for all heads"
+    if spec.state is not None:
+        return "layers of it keep a state, of which no part can be forgotten"
+    if any(spec.windows) or any(spec.chunks):
+        return "layers of it have a window of their own"
+    return "a draft model reads the same blocks" if has_draft else ""

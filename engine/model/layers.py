@@ -7,6 +7,7 @@ Shape letters: T tokens, E hidden size, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -52,6 +53,12 @@ class StepContext:
     states: Any = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
+
+    @property
+    def read(self) -> Callable[[Tensor | QuantizedRows], None] | None:
+        """Who sees what attention computes upon, where somebody does: it is not rounded on the way then."""
+        found: Callable[[Tensor | QuantizedRows], None] | None = getattr(self.attention, "read", None)
+        return found
 
     def slots_in(self, cache: LayerCache) -> Tensor:
         """Where a layer's keys and values go [T]."""
@@ -240,6 +247,8 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     kernels, options = step.kernels, attention.options
     norms = attention.q_norm, attention.k_norm
     sizes = [*attention.sizes, *([attention.sizes[0]] if attention.gated else [])]
+    if step.read is not None:
+        step.read(x)
     q, k, v, *gates = torch.split(multiply(attention.qkv, x, step.adapters), sizes, dim=-1)
     if attention.qk_norm == "full":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))

@@ -112,7 +112,7 @@ class NativeDecoder:
     def forward(self, batch: ForwardBatch, caches: Sequence[Storage], attention: object) -> Floats:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`, which are the
         same in every call. They stay valid until the next step. (The attention is the program's own; one
-        that has `watch` is told each layer's queries.)
+        that has `watch` is told each layer's queries, and by `read` what these are computed from.)
         """
         ragged = batch.ragged
         num_tokens = int(ragged.query_starts[-1])
@@ -124,10 +124,12 @@ class NativeDecoder:
         if watch is None:
             self._body_of_step().run(self.pool)
         else:
-            self._run_watched(watch, num_tokens)
+            self._run_watched(watch, getattr(attention, "read", None), num_tokens)
         return self._hidden[:num_tokens]
 
-    def _run_watched(self, watch: Callable[..., None], num_tokens: int) -> None:
+    def _run_watched(
+        self, watch: Callable[..., None], read: Callable[[Floats], None] | None, num_tokens: int
+    ) -> None:
         """The body in pieces, each of which ends where a layer's attention begins."""
         body = self._body_of_step()
         if self._pieces is None or self._pieces[0] is not body:
@@ -137,7 +139,9 @@ class NativeDecoder:
         for piece in self._pieces[1]:
             op = piece.ops[0]
             if op.name == "attention":
-                attention, cache, q, _ = cast("tuple[Attention, Storage, Floats, Floats]", op.keep)
+                attention, cache, q, x = cast("tuple[Attention, Storage, Floats, Floats]", op.keep[:4])
+                if read is not None:
+                    read(x[:num_tokens])
                 queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
                 watch(queries, cache, attention.options)
             piece.run(self.pool)

@@ -335,7 +335,7 @@ class ProgramBuilder:
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, cache, qkv)
         self._copy_slots(cache)
-        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks)
+        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x)
         if attention.gated:
             add_gate(self, mixed, qkv[:, width:])
         self.product_of_parts(attention.output, mixed, out, join)
@@ -348,8 +348,11 @@ class ProgramBuilder:
         q: Floats,
         mixed: Floats,
         sinks: Values | None = None,
+        x: Floats | None = None,
     ) -> None:
-        """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
+        """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache. Who
+        watches reads x [T, E], which they were computed from.
+        """
         plan = self._plan_of(attention.num_heads, num_kv_heads, mixed.shape[1], cache.block_size)
         options = attention.options
         args = AttentionArgs(
@@ -369,7 +372,7 @@ class ProgramBuilder:
             ahead=options.ahead,
             vote_row=self.vote_rows.get(id(cache), 0),
         )
-        self.add("attention", args, attention, cache, q, mixed)
+        self.add("attention", args, attention, cache, q, x, mixed)
 
     def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
         """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""

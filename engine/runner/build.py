@@ -24,6 +24,8 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
+from engine.model.kv_memory import remembers_because
+from engine.model.kv_scorer import find_scorer, unscored_because
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.lookahead import LOOKAHEAD, LookaheadShape
@@ -31,7 +33,6 @@ from engine.model.medusa_native import NativeMedusaHeads
 from engine.model.mtp_native import NativePredictor
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import DraftInput, PlanInput, make_plan, num_scratch_blocks, plan_input
-from engine.model.spec import ModelSpec
 from engine.model.state_memory import num_draft_states
 from engine.model.work import work_of
 from engine.runner.base import Progress
@@ -91,6 +92,9 @@ def build(
     one_heap()
     keep_freed_memory()
     folder = find(model.path)
+    follows = given.draft is not None and given.head is None
+    remembers = remembers_because(given.whole, has_draft=follows)
+    scorer = find_scorer(config.cache.kvzap, folder, given.whole, remembers)
     request = LoadRequest(
         folder=folder,
         spec=spec,
@@ -136,12 +140,12 @@ def build(
         )
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
-    runner.adapters = adapters
+    runner.adapters, runner.table.scorer = adapters, scorer
     if reading is not None:
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()
-    follows = given.draft is not None and given.head is None
-    return runner, plan, _facts(given, plan, attention, device, has_draft=follows)
+    facts = _facts(given, plan, attention, device, has_draft=follows)
+    return runner, plan, msgspec.structs.replace(facts, unscored_because=unscored_because(scorer))
 
 
 def _storage(
@@ -184,24 +188,11 @@ def _facts(
         num_pooled=0 if spec.pooling is None else spec.pooling.asked.num_dimensions,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
-        remembers_because=_remembers_because(spec, has_draft=has_draft),
+        remembers_because=remembers_because(spec, has_draft=has_draft),
         unmeasured_because="its layers are shared among several ranks" if given.num_ranks > 1 else "",
         unplanned_because="" if given.config.cache.forgotten_bytes else "engine.cache.forgotten_bytes is 0",
         drafter=given.config.speculation.method,
     )
-
-
-def _remembers_because(spec: ModelSpec, *, has_draft: bool) -> str:
-    """Why answers of a model may forget no blocks; empty where they may."""
-    if spec.pooling is not None or spec.bidirectional:
-        return "the model answers nothing that could forget"
-    if spec.latent is not None:
-        return "its latent attention keeps one vector for all heads"
-    if spec.state is not None:
-        return "layers of it keep a state, of which no part can be forgotten"
-    if any(spec.windows) or any(spec.chunks):
-        return "layers of it have a window of their own"
-    return "a draft model reads the same blocks" if has_draft else ""
 
 
 def _name_of(device: Any) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from contract.pooling import PoolingParams
 from contract.thinking import Thought
+from engine.model.kv_scorer import KvScorer
 from engine.runner.forgotten.meter import ForgottenKeys
 from engine.runner.forgotten.votes import Votes
 from engine.runner.speculation.branches import BranchRoom
@@ -71,6 +72,8 @@ class SequenceTable:
         self.sampling = SamplingTable(vocab_size, device)
         # From a step and its hidden states to outputs, of a model that pools.
         self.pool: Callable[[Any, Any], list[SequenceResult]] | None = None
+        # What scores prompts' tokens, where the model has such.
+        self.scorer: KvScorer | None = None
         # Where branches of sequences may be computed; None: nowhere.
         self.branch_room: BranchRoom | None = None
         self.states: dict[int, SequenceState] = {}

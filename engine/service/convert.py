@@ -16,7 +16,7 @@ from contract.proto import engine as convert
 from contract.proto.engine import first_token_fields, logprobs_fields, retention, statistics_fields
 from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
-from contract.retention import CHOOSING, Retention
+from contract.retention import CHOOSING, SCORED, Retention
 from contract.retention import check as check_retention
 from contract.sampling import SamplingParams, check, check_ids, check_token_ids
 from contract.thinking import ThinkingTags
@@ -160,10 +160,10 @@ def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: Mode
             return None
         problem = f"{asked.policy} is not for this model: {because}"
         raise unsupported("kv.policy", "leave kv out, or ask for full", problem)
-    if asked.policy in CHOOSING and (because := _unchosen_because(sampling, limits)):
+    if asked.policy in CHOOSING and (because := _unchosen_because(asked, sampling, limits)):
         if asked.if_possible:
             return None
-        problem = f"{asked.policy} chooses by attention: {because}"
+        problem = f"{asked.policy} chooses what stays of a prompt: {because}"
         raise unsupported("kv.policy", "leave kv out, or ask for window+sinks", problem)
     if asked.max_lost is not None:
         because = limits.facts.unmeasured_because or limits.facts.unplanned_because
@@ -176,11 +176,12 @@ def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: Mode
     return asked
 
 
-def _unchosen_because(sampling: SamplingParams, limits: ModelLimits) -> str:
+def _unchosen_because(asked: Retention, sampling: SamplingParams, limits: ModelLimits) -> str:
     """Why no tokens can be chosen of the prompt; empty where they can."""
     if sampling.beam_width:
         return "beams share all that was computed"
-    return limits.facts.unmeasured_because
+    unscored = limits.facts.unscored_because if asked.policy == SCORED else ""
+    return limits.facts.unmeasured_because or unscored
 
 
 def _pooling(submit: engine_pb2.Submit, limits: ModelLimits) -> PoolingParams | None:

@@ -37,6 +37,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Why nobody sees queries, by which it is told what that loses and chosen what stays; empty where they are
     # seen.
     unmeasured_because: str = ""
+    # Why nothing foresees what will be looked at, as kvzap needs it; empty where something does.
+    unscored_because: str = ""
     # Why there is no memory for the keys of what is forgotten, by which it is told; empty where there is.
     unplanned_because: str = ""
     # Elements of what it makes of a text; 0 where it generates.

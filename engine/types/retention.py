@@ -37,6 +37,9 @@ _IN_FLIGHT = 2
 _NEVER = 2**62
 # Under snapkv the last tokens of a prompt, whose queries vote and which stay (the paper's window).
 NUM_SNAPKV_VOTERS = 32
+# Under kvzap the last tokens of a prompt, which stay (the paper's window).
+_NUM_KVZAP_LAST = 128
+_LAST = {"snapkv": NUM_SNAPKV_VOTERS, "kvzap": _NUM_KVZAP_LAST}
 
 
 class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -181,8 +184,7 @@ class Renewal(NamedTuple):
 
 
 class ChosenTokens(KeptBlocks, frozen=True, array_like=True):
-    """Of one sequence whose prompt's tokens are chosen by attention, other ones in each layer and kv head,
-    but as many.
+    """Of one sequence whose prompt's tokens are chosen, other ones in each layer and kv head, but as many.
 
     Of the prompt's whole blocks, `num_sinks` blocks of tokens are copied into as many fresh blocks, which
     come first in the table from then on. What lies behind the prompt's whole blocks stays.
@@ -194,9 +196,7 @@ class ChosenTokens(KeptBlocks, frozen=True, array_like=True):
     def of_prompt(asked: Retention, num_prompt_tokens: int, block_size: int) -> ChosenTokens | None:
         """See `of`."""
         num_whole, num_tail = divmod(num_prompt_tokens, block_size)
-        least = (_NUM_SINKS + _LEAST_RECENT) * block_size
-        if asked.policy == "snapkv":
-            least = max(least, NUM_SNAPKV_VOTERS)
+        least = max((_NUM_SINKS + _LEAST_RECENT) * block_size, _LAST.get(asked.policy, 0))
         num_chosen = max(0, max(least, asked.tokens_of(num_prompt_tokens)) - num_tail)
         num_blocks = -(-num_chosen // block_size)
         if num_blocks >= num_whole:
@@ -212,13 +212,13 @@ class ChosenTokens(KeptBlocks, frozen=True, array_like=True):
     @property
     def num_last(self) -> int:
         """Last tokens of the prompt that stay, chosen or not; half of what is kept under h2o."""
-        if self.policy == "snapkv":
-            return NUM_SNAPKV_VOTERS
+        if self.policy in _LAST:
+            return _LAST[self.policy]
         return (self.num_sinks * self.block_size + self.start % self.block_size) // 2
 
     @property
     def first_voter(self) -> int:
-        """See KeptBlocks: all queries of the prompt vote under h2o."""
+        """See KeptBlocks: all queries of the prompt vote under h2o, all states are read under kvzap."""
         return self.start - NUM_SNAPKV_VOTERS if self.policy == "snapkv" else 0
 
     @property

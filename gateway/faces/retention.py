@@ -53,7 +53,8 @@ ACCEPTED: Mapping[str, str] = {
     "kv.policy": "`full`, or another, under which the prompt is computed whole and the answer looks at a "
     "part of it, three blocks at least: `window+sinks` at the first block of tokens and at the last ones, "
     "its own among them; `snapkv` and `h2o` at the tokens that had most of the attention of the prompt's "
-    "last 32 tokens or of all, and at all of the answer",
+    "last 32 tokens or of all, `kvzap` at those that a scorer trained for the model foresees to be looked at "
+    "and the prompt's last 128, and these three at all of the answer",
     "kv.keep": "part of the prompt's tokens that are kept at a time; or `window_tokens`, their number",
     "kv.if_possible": "true: a model that can forget nothing forgets nothing, instead of a refusal",
     "kv.max_lost": "share of its attention that the answer may lose by what it forgets; usage.kv.lost tells "

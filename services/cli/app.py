@@ -26,6 +26,7 @@ from services.cli.options import flattened
 from services.cli.target import find_target
 from services.drafter.command import train_drafter
 from services.gate.command import gate
+from services.kvzap.command import train_kvzap
 from services.quantize.command import quantize
 from services.simulate.command import simulate
 from services.supervisor.config import BUNDLED_MODEL, Options
@@ -68,6 +69,7 @@ app.add_typer(batch_app, name="batch")
 app.command()(gate)
 app.command()(quantize)
 app.command()(train_drafter)
+app.command()(train_kvzap)
 app.command()(simulate)
 
 _out = Console(highlight=False)

@@ -28,13 +28,13 @@ class Lesson:
     num_given: int
 
 
-class _LessonRow(msgspec.Struct, frozen=True, kw_only=True):
+class LessonRow(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class _LessonWriter:
+class LessonWriter:
     """Writes conversations as the model reads them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -43,11 +43,18 @@ class _LessonWriter:
         self._template = None if source is None else sandbox.environment().from_string(source)
         self._special = checkpoint.special_tokens
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it can write conversations."""
+        return self._template is not None
+
     def ids(self, text: str, *, special: bool = False) -> list[int]:
+        """Of a text, by itself or as the model's texts begin and end."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return found
 
-    def render(self, row: _LessonRow, messages: Sequence[dict[str, Any]], *, asks: bool) -> str:
+    def render(self, row: LessonRow, messages: Sequence[dict[str, Any]], *, asks: bool) -> str:
+        """A conversation as text; `asks` says that the model's turn comes next. Raises ConfigError."""
         if self._template is None:
             raise ConfigError(
                 "the model has no chat template, so it cannot learn from messages; give lines with text"
@@ -64,13 +71,13 @@ def read_lessons(path: Path, model: Path, max_tokens: int) -> list[Lesson]:
         raise ConfigError(f"--data {path}: {error.strerror or error}; name a file of JSON lines") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8") from error
-    writer = _LessonWriter(load_checkpoint(model))
+    writer = LessonWriter(load_checkpoint(model))
     lessons = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            lesson = _lesson(msgspec.json.decode(line, type=_LessonRow), writer)
+            lesson = _lesson(msgspec.json.decode(line, type=LessonRow), writer)
         except (msgspec.DecodeError, jinja2.TemplateError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path}:{number}: {error}; a line is one JSON object with messages, and perhaps tools, or "
@@ -87,7 +94,7 @@ def read_lessons(path: Path, model: Path, max_tokens: int) -> list[Lesson]:
     return lessons
 
 
-def _lesson(row: _LessonRow, writer: _LessonWriter) -> Lesson | None:
+def _lesson(row: LessonRow, writer: LessonWriter) -> Lesson | None:
     """What a line teaches; None where its answer does not follow from how the template asks for one."""
     if (row.text is None) == (row.messages is None):
         raise ValueError("give either text or messages")

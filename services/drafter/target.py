@@ -37,7 +37,8 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.drafter.options import DrafterMethod
 
-_BLOCK_SIZE = 64
+# Tokens of a block.
+BLOCK_SIZE = 64
 # Layers of which the third from the end is none of the first ones.
 _DEEP = 10
 
@@ -63,13 +64,13 @@ class DraftedModel:
         self.spec: ModelSpec = given.spec
         if because := why_no_head(self.spec):
             raise ConfigError(f"{self.spec.architecture} {because}; no head is trained for it")
-        self.model = _loaded(model, given, max_tokens)
+        self.model = load_natively(model, given, max_tokens)
         self.method = method
         self.layers = self.model.captured_layers = _LAYERS[method](self.spec.num_layers)
         self._storage = KvStorage(
             self.spec,
-            num_blocks=num_rows * -(-max_tokens // _BLOCK_SIZE),
-            block_size=_BLOCK_SIZE,
+            num_blocks=num_rows * -(-max_tokens // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
             kv_dtype=given.dtype,
             device=HOST,
         )
@@ -100,24 +101,7 @@ class DraftedModel:
         """Hidden states [T, 3 E] of lessons one after another, or [T, E] as the target's head reads them, and
         logits [R, V] behind some tokens.
         """
-        lengths = np.array([len(ids) for ids in lessons], np.int64)
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
-        counts = -(-lengths // _BLOCK_SIZE)
-        firsts = np.concatenate(([0], np.cumsum(counts)))[:-1]
-        blocks = np.repeat(firsts, lengths) + within // _BLOCK_SIZE
-        batch = ForwardBatch(
-            token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in lessons]),
-            positions=within,
-            slots=blocks * _BLOCK_SIZE + within % _BLOCK_SIZE,
-            ragged=RaggedBatch(
-                query_starts=starts,
-                context_lens=lengths,
-                block_tables=firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1),
-                block_size=_BLOCK_SIZE,
-            ),
-        )
-        hidden = self.model.forward(batch, self._storage.layers, None)
+        hidden = self.model.forward(batch_of(lessons), self._storage.layers, None)
         states = np.concatenate([each[: hidden.shape[0]] for each in self.model.captured], axis=1)
         logits = torch.from_numpy(self.model.logits_of(hidden, rows).copy())
         found = torch.from_numpy(states)
@@ -131,14 +115,35 @@ class DraftedModel:
         return normed(held, hidden, torch_kernels())
 
 
-def _loaded(folder: Path, given: PlanInput, max_tokens: int) -> NativeDecoder:
+def batch_of(lessons: Sequence[Sequence[int]]) -> ForwardBatch:
+    """Lessons one after another as one step, each in blocks of its own, from the first block on."""
+    lengths = np.array([len(ids) for ids in lessons], np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    within = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
+    counts = -(-lengths // BLOCK_SIZE)
+    firsts = np.concatenate(([0], np.cumsum(counts)))[:-1]
+    blocks = np.repeat(firsts, lengths) + within // BLOCK_SIZE
+    return ForwardBatch(
+        token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in lessons]),
+        positions=within,
+        slots=blocks * BLOCK_SIZE + within % BLOCK_SIZE,
+        ragged=RaggedBatch(
+            query_starts=starts,
+            context_lens=lengths,
+            block_tables=firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1),
+            block_size=BLOCK_SIZE,
+        ),
+    )
+
+
+def load_natively(folder: Path, given: PlanInput, max_tokens: int) -> NativeDecoder:
     """The model, by the native kernels. Raises ConfigError (CheckpointError)."""
     spec, config = given.spec, given.config
     library = native_library(config, spec, "cpu")
     if library is None:
         raise ConfigError(
-            f"{spec.architecture}: heads are trained, and served, with hidden states of the native kernels, "
-            "which do not compute this model here; see engine.native"
+            f"{spec.architecture}: what is trained reads hidden states of the native kernels, which do not "
+            "compute this model here; see engine.native"
         )
     request = LoadRequest(
         folder=folder, spec=spec, dtype=given.dtype, max_model_len=max_tokens, config=config

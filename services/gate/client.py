@@ -39,6 +39,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str = ""
     api_key: str = ""
+    # What its answers may forget of their keys and values (`kv` of every case); None: nothing is said of it.
+    kv: dict[str, Any] | None = None
 
     @property
     def named(self) -> str:
@@ -88,11 +90,15 @@ class GateClient:
 
     async def answer(self, case: Case) -> ServerAnswer:
         """What the server says; raises ConfigError when it does not answer at all."""
-        status, body = await self._ask(case.path, case.body)
+        asked = case.body if self.endpoint.kv is None else case.body | {"kv": self.endpoint.kv}
+        status, body = await self._ask(case.path, asked)
         if status != 200:
             return ServerAnswer(refusal=_problem(status, body))
         try:
-            return _read_chat(body) if case.path == CHAT else _read_echo(body, case.body["prompt"])
+            if case.path == CHAT:
+                return _read_chat(body)
+            read = _read_continued if case.check == "continued" else _read_echo
+            return read(body, case.body["prompt"])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             return ServerAnswer(refusal=f"its answer is not of OpenAI's form: {error!r}")
 
@@ -107,7 +113,7 @@ class GateClient:
     async def identify(self) -> ServerIdentity:
         """Asks the server what it is and can; raises ConfigError where it cannot be asked at all."""
         card = await self._card()
-        self.endpoint = Endpoint(url=self.endpoint.url, model=str(card["id"]), api_key=self.endpoint.api_key)
+        self.endpoint = msgspec.structs.replace(self.endpoint, model=str(card["id"]))
         echo = await self._ask(COMPLETIONS, _ECHO)
         echoed = _read_echo_or_none(*echo)
         first, second, counted = [await self._ask(CHAT, body) for body in (_SEEDED, _SEEDED, _COUNTED)]
@@ -118,7 +124,9 @@ class GateClient:
         token_texts = echoed.tokens if echoed else ()
         parts = {key: card.get(key) for key in ("id", "root", "created", "max_model_len", "fingerprint")}
         greedy = _read_chat(counted[1]).text if counted[0] == 200 else ""
-        known = (self.endpoint.url, parts, token_ids, token_texts, greedy)
+        known: tuple[Any, ...] = (self.endpoint.url, parts, token_ids, token_texts, greedy)
+        if self.endpoint.kv is not None:
+            known = (*known, self.endpoint.kv)
         told = msgspec.json.encode(known, order="deterministic")
         num_tokens = (counted[1].get("usage") or {}).get("prompt_tokens") or len(_HAY) / USUAL_CHARS_PER_TOKEN
         return ServerIdentity(
@@ -230,6 +238,16 @@ def _read_echo(body: dict[str, Any], prompt: str) -> ServerAnswer:
         raise ValueError("its echo has no log-probabilities")
     return ServerAnswer(
         tokens=tuple(token for token, _ in known), logprobs=tuple(float(value) for _, value in known)
+    )
+
+
+def _read_continued(body: dict[str, Any], prompt: str) -> ServerAnswer:
+    """Tokens of what came after the prompt, which was given."""
+    choice = body["choices"][0]
+    found = choice["logprobs"]
+    values = tuple(float(each) for each in found["token_logprobs"])
+    return ServerAnswer(
+        text=choice["text"].removeprefix(prompt), tokens=tuple(found["tokens"]), logprobs=values
     )
 
 

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from contract.errors import MillraceError, invalid
+from contract.retention import Retention
+from contract.retention import check as check_retention
 from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.target import ServerTarget, find_target, running_stack
@@ -49,6 +53,13 @@ class GateOptions:
     candidate_key: Annotated[
         str, typer.Option(help="API key of the candidate, where it is not that of MILLRACE_API_KEY.")
     ] = ""
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="What the candidate's answers forget of their prompts, as POLICY:KEEP: snapkv:0.5 keeps "
+            "half, snapkv:512 so many tokens."
+        ),
+    ] = ""
     judge_key: Annotated[
         str,
         typer.Option(help="API key of the suite's judge, where it is not at the baseline's address."),
@@ -80,6 +91,7 @@ def gate(options: GateOptions) -> None:
         suite = read_suite(options.suite)
         if options.png is not None and suite.long_context is None:
             raise ConfigError("--png: the suite has no needles to draw; add [long_context] to it")
+        kv = _kv(options.kv)
         check_cases(suite, options.suite)
         report.check_writable(options.json_file, options.junit, options.html, options.png)
         with ExitStack() as stacks:
@@ -87,6 +99,7 @@ def gate(options: GateOptions) -> None:
             candidate = stacks.enter_context(
                 _endpoint("--candidate", options.candidate, options.candidate_key)
             )
+            candidate = msgspec.structs.replace(candidate, kv=kv)
             run = GateRun(
                 suite,
                 suite_folder=options.suite.parent if options.suite else Path(),
@@ -100,6 +113,22 @@ def gate(options: GateOptions) -> None:
         report.show(found, console)
         _write(options, found)
     raise typer.Exit(EXIT_STATUS[found.verdict])
+
+
+def _kv(asked: str) -> dict[str, Any] | None:
+    """`--kv` as requests have it; None where it is empty. Raises ConfigError."""
+    if not asked:
+        return None
+    policy, _, number = asked.partition(":")
+    try:
+        found = {"keep": float(number)} if float(number) <= 1 else {"window_tokens": int(number)}
+    except ValueError:
+        raise ConfigError(f"--kv {asked!r}: give POLICY:KEEP, as in snapkv:0.5 or snapkv:512") from None
+    try:
+        check_retention(msgspec.convert({"policy": policy, **found}, Retention), invalid, "--kv")
+    except MillraceError as error:
+        raise ConfigError(error.message) from error
+    return {"policy": policy, **found}
 
 
 @contextmanager

@@ -91,10 +91,10 @@ _PLACES = [
 ]
 
 
-def lines_of(layer: LayerName, seed: int, count: int) -> list[CaseLine]:
-    """`count` different cases of a layer."""
+def lines_of(layer: LayerName, seed: int, count: int, *, is_long: bool = False) -> list[CaseLine]:
+    """`count` different cases of a layer; of perplexity, on texts that there is something to forget of."""
     draw = random.Random(f"{seed} {layer}")
-    makers = _MAKERS[layer]
+    makers = (_long_text,) if is_long and layer == "intrinsic" else _MAKERS[layer]
     return [makers[index % len(makers)](draw, f"{layer}-{index}") for index in range(count)]
 
 
@@ -114,7 +114,7 @@ def _open_question(draw: random.Random, name: str) -> CaseLine:
     return CaseLine(id=name, prompt=form.format(**_words(draw)))
 
 
-def _text(draw: random.Random, name: str) -> CaseLine:
+def _text(draw: random.Random, name: str, num_sentences: int = 8) -> CaseLine:
     forms = (
         "One day, {name} the {job} walked to the {place}.",
         "There was a {colour} {thing} on the ground.",
@@ -124,8 +124,12 @@ def _text(draw: random.Random, name: str) -> CaseLine:
         "The {job} from {city} gave {name} a {thing}.",
         "It was cold, and the {place} was quiet.",
     )
-    sentences = [draw.choice(forms).format(**_words(draw)) for _ in range(8)]
+    sentences = [draw.choice(forms).format(**_words(draw)) for _ in range(num_sentences)]
     return CaseLine(id=name, text=" ".join(sentences))
+
+
+def _long_text(draw: random.Random, name: str) -> CaseLine:
+    return _text(draw, name, num_sentences=64)
 
 
 def _words(draw: random.Random) -> dict[str, str]:

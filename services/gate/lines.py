@@ -180,6 +180,27 @@ def _text_case(line: CaseLine) -> Case:
     )
 
 
+def continued(line: CaseLine) -> Case:
+    """The last quarter of a text, word by word after the others: each token is foreseen from what is kept of
+    these.
+    """
+    text = line.text or ""
+    cut = text.rfind(" ", 0, len(text) * 3 // 4)
+    if cut <= 0:
+        raise ConfigError(f"{line.id}: its text has no space to cut it at; give a longer one")
+    rest = text[cut:]
+    body = {"prompt": text[:cut], "max_tokens": len(rest.encode()) + 1, "temperature": 0, "logprobs": 1}
+    return Case(
+        id=line.id,
+        layer="intrinsic",
+        question=line.question or line.id,
+        path=COMPLETIONS,
+        body=body | {"guided_choice": [rest]},
+        check="continued",
+        answer=rest,
+    )
+
+
 def _asked(line: CaseLine, layer: LayerName, settings: Any, seed: int) -> Case:
     body: dict[str, Any] = {
         "messages": line.messages or [{"role": "user", "content": line.prompt}],

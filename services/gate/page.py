@@ -32,7 +32,7 @@ def to_html(comparison: Comparison) -> str:
     parts = [_HEAD.format(title=escape(f"Gate: {suite.name}"))]
     parts.append(f'<h1 style="color:{_COLOURS[comparison.verdict]}">{comparison.verdict.capitalize()}</h1>')
     for role, side in (("Baseline", comparison.baseline), ("Candidate", comparison.candidate)):
-        parts.append(f"<p>{role}: <b>{escape(side.identity.model)}</b> at {escape(side.url)}</p>")
+        parts.append(f"<p>{role}: {escape(side.named)}</p>")
     parts.append(
         f"<p>Suite {escape(suite.name)} ({comparison.suite_digest}). Identical deployments are called worse "
         f"with probability {suite.false_alarm:g} at most, in all layers together and however often somebody "

@@ -57,8 +57,7 @@ def show(comparison: Comparison, console: Console) -> None:
             show_heat_map(each.cells, console)
     baseline, candidate = comparison.baseline, comparison.candidate
     console.print(
-        f"{candidate.identity.model} at {candidate.url} against {baseline.identity.model} at {baseline.url}: "
-        f"{comparison.verdict}",
+        f"{candidate.named} against {baseline.named}: {comparison.verdict}",
         style=f"bold {STYLES[comparison.verdict]}",
         markup=False,
         soft_wrap=True,

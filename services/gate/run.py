@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -36,6 +37,14 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     identity: ServerIdentity
+    # What its answers were to forget.
+    kv: dict[str, Any] | None = None
+
+    @property
+    def named(self) -> str:
+        """As a person reads it."""
+        kept = "" if self.kv is None else f" with {':'.join(map(str, self.kv.values()))}"
+        return f"{self.identity.model}{kept} at {self.url}"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +86,8 @@ class GateRun:
             check_comparable(self._suite, first, second)
             window = min(first.window, second.window)
             chars = min(first.chars_per_token, second.chars_per_token)
-            cases = suites.build_cases(self._suite, self._suite_folder, window, chars)
+            forgets = baseline.kv is not None or candidate.kv is not None
+            cases = suites.build_cases(self._suite, self._suite_folder, window, chars, forgets=forgets)
             digest = _digest(self._suite, cases)
             asked = [
                 _Asked(client, self._kept(digest, identity, role))
@@ -97,8 +107,8 @@ class GateRun:
         return Comparison(
             suite=self._suite,
             suite_digest=digest,
-            baseline=Side(url=baseline.url, identity=first),
-            candidate=Side(url=candidate.url, identity=second),
+            baseline=Side(url=baseline.url, identity=first, kv=baseline.kv),
+            candidate=Side(url=candidate.url, identity=second, kv=candidate.kv),
             verdict=overall(results),
             layers=tuple(results),
         )

@@ -49,7 +49,7 @@ class Scorer:
         case = pair.case
         if case.check == "tokens":
             return self._tokens(pair)
-        if case.check == "perplexity":
+        if case.check in ("perplexity", "continued"):
             return _perplexity(pair)
         ours, theirs = self._checked(case, pair.baseline), self._checked(case, pair.candidate)
         return Scored(
@@ -121,9 +121,17 @@ def _surprisal(answer: ServerAnswer) -> float:
 
 
 def _perplexity(pair: Pair) -> Scored:
-    ours, theirs = map(nats_per_token, (pair.baseline, pair.candidate))
+    given = (_as_given(pair.case, each) for each in (pair.baseline, pair.candidate))
+    ours, theirs = map(nats_per_token, given)
     difference = max(-1.0, min(1.0, (theirs - ours) / INTRINSIC_SCALE))
     return Scored(case=pair.case, baseline=ours, candidate=theirs, difference=difference)
+
+
+def _as_given(case: Case, answer: ServerAnswer) -> ServerAnswer:
+    """The answer, unless it is not the text that was to be continued with."""
+    if case.check != "continued" or answer.refusal or answer.text == case.answer:
+        return answer
+    return ServerAnswer(refusal="it did not continue with the text that was given")
 
 
 def nats_per_token(answer: ServerAnswer) -> float:

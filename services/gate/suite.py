@@ -162,10 +162,13 @@ def check_cases(suite: Suite, path: Path | None) -> None:
     build_cases(suite, path.parent if path else Path(), USUAL_WINDOW, USUAL_CHARS_PER_TOKEN)
 
 
-def build_cases(suite: Suite, folder: Path, window: int, chars_per_token: float) -> list[Case]:
+def build_cases(
+    suite: Suite, folder: Path, window: int, chars_per_token: float, *, forgets: bool = False
+) -> list[Case]:
     """All cases of a suite whose files lie in `folder`, in an order that mixes what is easy and hard.
 
-    `window` is in tokens. Raises ConfigError that names file and line.
+    `window` is in tokens. Where a side `forgets`, texts are continued instead of echoed: a prompt is computed
+    before anything is forgotten. Raises ConfigError that names file and line.
     """
     cases: list[Case] = []
     for name in suite.layers():
@@ -185,8 +188,11 @@ def build_cases(suite: Suite, folder: Path, window: int, chars_per_token: float)
         if settings.file:
             found = lines.read_lines(folder / settings.file, name)
         else:
-            found = generated.lines_of(name, suite.seed, settings.cases)
-        cases += lines.to_cases(found, name, settings, suite.seed)
+            found = generated.lines_of(name, suite.seed, settings.cases, is_long=forgets)
+        if forgets and name == "intrinsic":
+            cases += map(lines.continued, found)
+        else:
+            cases += lines.to_cases(found, name, settings, suite.seed)
     _check_code(suite, cases)
     return _shuffled(cases, suite.seed)
 

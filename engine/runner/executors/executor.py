@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
+from engine.model.kv_scorer import KvScorer
 from engine.runner.branch_draws import draw_with_branches
 from engine.runner.forgotten.meter import LossMeter, WatchedAttention, Watcher, meter_of, take_forgotten
+from engine.runner.forgotten.scores import reader_of
 from engine.runner.forgotten.votes import choose, counter_of, with_votes
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
@@ -141,7 +143,7 @@ def compute_step(
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
     _take_forgotten(inputs, table, storage, inputs.starts)
-    hidden, meter = _forward(model, attention, storage, inputs)
+    hidden, meter = _forward(model, attention, storage, inputs, table.scorer)
     # Before the blocks can be another's.
     _take_forgotten(inputs, table, storage, inputs.ends)
     if table.pool is not None:
@@ -164,7 +166,7 @@ def compute_step(
 
 
 def _forward(
-    model: Model, attention: Any, storage: KvStorage, inputs: StepInputs
+    model: Model, attention: Any, storage: KvStorage, inputs: StepInputs, scorer: KvScorer | None
 ) -> tuple[Any, LossMeter | None]:
     """Hidden states of the step's rows, and what measures what they lose."""
     assert inputs.batch is not None, "as above"
@@ -176,8 +178,9 @@ def _forward(
         batch = inputs.batch = with_votes(votes, inputs.starts, batch, caches)
     elif (counter := counter_of(votes, inputs.starts, batch, caches)) is not None:
         watchers.append(counter)
-    if watchers:
-        attention = WatchedAttention(attention, watchers)
+    reader = reader_of(votes, inputs.starts, batch, caches, scorer, model.spec.attending)
+    if watchers or reader is not None:
+        attention = WatchedAttention(attention, watchers, reader)
     hidden = model.forward(batch, caches, attention)
     for each, end in zip(votes, inputs.ends.tolist(), strict=True):
         if each is not None:

@@ -93,13 +93,21 @@ class Watcher(Protocol):
         """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
 
 
+class Reader(Protocol):
+    """Who sees what attention computes upon."""
+
+    def read(self, states: Any) -> None:
+        """States [T, E] that the next layer's attention computes upon."""
+
+
 class WatchedAttention:
     """A back end whose queries are seen by others before it runs; or, where a native program computes
-    attention, these alone.
+    attention, these alone. A `reader` sees what these are computed from.
     """
 
-    def __init__(self, attention: Any, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, attention: Any, watchers: Sequence[Watcher], reader: Reader | None = None) -> None:
         self._attention, self._watchers = attention, watchers
+        self.read = None if reader is None else reader.read
 
     def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
         """See Watcher."""

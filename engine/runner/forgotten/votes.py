@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.retention import SCORED
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.forgotten.keys import LayerKeys
 from engine.runner.forgotten.meter import ForgottenKeys, gathered, keys_of
@@ -92,24 +93,25 @@ class Votes:
         self.kept = kept
         # Blocks that the chosen tokens are copied into.
         self.fresh = np.asarray(fresh, np.int64)
-        # What each token has of all weights [R, F], in parts of VOTE; once somebody votes.
-        self.sums = np.zeros((0, 0), np.int64)
+        # What each token has of all weights [R, F], in parts of VOTE, or its scores; once there is any.
+        self.sums: NDArray[Any] = np.zeros((0, 0), np.int64)
         # The first position that may still vote.
         self.next = kept.first_voter
-        # Beside torch's attention, by the number of the layer among those that attend.
-        self._layers: list[LayerVotes] = []
+        # Beside torch's attention, by the number of the layer among those that attend; LayerScores of states.
+        self.layers: list[Any] = []
 
-    def open(self, num_rows: int) -> None:
+    def open(self, num_rows: int, dtype: type[np.generic] = np.int64) -> None:
         """Makes room for the votes of so many kv heads, R."""
         if not self.sums.size:
-            self.sums = np.zeros((num_rows, self.kept.num_whole * self.kept.block_size), np.int64)
+            self.sums = np.zeros((num_rows, self.kept.num_whole * self.kept.block_size), dtype)
 
     def layer(self, number: int, first_row: int, num_heads: int) -> LayerVotes:
         """The layer's, whose kv heads have rows from `first_row` on."""
-        if number == len(self._layers):
+        if number == len(self.layers):
             sums = self.sums[first_row : first_row + num_heads]
-            self._layers.append(LayerVotes(self.kept, sums))
-        return self._layers[number]
+            self.layers.append(LayerVotes(self.kept, sums))
+        layer: LayerVotes = self.layers[number]
+        return layer
 
 
 def chosen_of(sums: NDArray[Any], kept: ChosenTokens) -> NDArray[np.int64]:
@@ -169,7 +171,9 @@ def _voting(
     ragged = batch.ragged
     for member, (each, start) in enumerate(zip(votes, starts.tolist(), strict=True)):
         first, end = int(ragged.query_starts[member]), int(ragged.query_starts[member + 1])
-        if each is not None and start + end - first > each.next:
+        if each is None or each.kept.policy == SCORED:
+            continue
+        if start + end - first > each.next:
             blocks = ragged.block_tables[member]
             yield member, _VotingRow(votes=each, tokens=slice(first, end), start=start, blocks=blocks)
 

@@ -87,13 +87,22 @@ class Choosing:
         scores = (q @ k.transpose(2, 3)) * scaling
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1).repeat(q.shape[1], 1, 1)
         whole = scores[0].masked_fill(hidden, float("-inf")).softmax(-1)
-        if self.asked is not None and num_prompt // BLOCK * BLOCK > num_kept(num_prompt, self.asked):
-            kept = reference(whole[:, :num_prompt, :num_prompt], num_kv, self.asked)
+        if self.asked is not None and num_prompt // BLOCK * BLOCK > self.num_kept():
+            kept = self.stays(layer.layer_idx, whole[:, :num_prompt, :num_prompt], num_kv)
             self.kept[layer.layer_idx] = kept
             hidden[:, num_prompt:, :num_prompt] = ~kept.repeat_interleave(group, 0)[:, None]
         self.lost[layer.layer_idx] = whole.masked_fill(~hidden, 0.0).sum(-1)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return (weights @ v).transpose(1, 2).contiguous(), None
+
+    def num_kept(self) -> int:
+        assert self.asked is not None
+        return num_kept(self.num_prompt, self.asked)
+
+    def stays(self, layer: int, whole: torch.Tensor, num_kv: int) -> torch.Tensor:
+        """Which positions [K, P], by the weights [H, P, P] of the prompt's attention."""
+        assert self.asked is not None
+        return reference(whole, num_kv, self.asked)
 
     def said(self, prompt: list[int], asked: Retention | None, tokens: list[int]) -> list[int]:
         """What it says after the prompt and each of the tokens but the last."""

@@ -56,6 +56,8 @@ def test_what_is_kept_of_a_prompt(
         # A quarter of 402 tokens are 101: two are the last block's, 25 blocks are chosen.
         (Retention(policy="snapkv", keep=0.25), 402, 25, 370),
         (Retention(policy="h2o", keep=0.25), 402, 25, 0),
+        (Retention(policy="kvzap", keep=0.5), 402, 50, 0),
+        (Retention(policy="kvzap", window_tokens=1), 402, 32, 0),
         # Never less than voters, and than three blocks.
         (Retention(policy="snapkv", window_tokens=1), 402, 8, 370),
         (Retention(policy="h2o", window_tokens=1), 400, 3, 0),

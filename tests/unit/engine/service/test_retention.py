@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from millrace.common.v1 import context_pb2, retention_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
+from safetensors.numpy import save_file
 
 from contract.errors import MillraceError
 from contract.proto.engine import retention_fields
@@ -72,14 +76,19 @@ def test_where_no_bound_can_be_told_it_is_said_why(given: dict[str, Any], becaus
 def test_where_no_tokens_can_be_chosen_it_is_said_why(given: dict[str, Any], because: str) -> None:
     asked = Retention(policy="snapkv", keep=0.5)
     assert taken(asked) == asked
-    with pytest.raises(MillraceError, match=rf"^kv\.policy: snapkv chooses by attention: {because}"):
+    with pytest.raises(MillraceError, match=rf"^kv\.policy: snapkv chooses what stays of .*: {because}"):
         taken(asked, **given)
     assert taken(msgspec.structs.replace(asked, if_possible=True), **given) is None
 
 
-def test_a_policy_that_needs_a_model_of_its_own_is_refused() -> None:
-    with pytest.raises(MillraceError, match=r"^kv\.policy: 'kvzap' is not one of .*h2o: it scores by"):
-        taken(Retention(policy="kvzap", keep=0.5))
+def test_an_engine_without_a_scorer_says_so() -> None:
+    asked = Retention(policy="kvzap", keep=0.5)
+    assert taken(asked) == asked
+    with pytest.raises(MillraceError, match=r"^kv\.policy: kvzap chooses what stays of .*: it has none;"):
+        taken(asked, unscored_because="it has none")
+    assert taken(msgspec.structs.replace(asked, if_possible=True), unscored_because="it has none") is None
+    snapkv = msgspec.structs.replace(asked, policy="snapkv")
+    assert taken(snapkv, unscored_because="it has none") == snapkv
 
 
 def test_the_engine_checks_for_itself() -> None:
@@ -87,18 +96,31 @@ def test_the_engine_checks_for_itself() -> None:
         taken(Retention(policy="window+sinks", keep=2.0))
 
 
-async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ended() -> None:
+def random_scorer(folder: Path) -> Path:
+    """For the bundled model."""
+    random = np.random.default_rng(1)
+    names = {f"layers.{layer}.weight": (2, 256) for layer in range(6)}
+    names |= {f"layers.{layer}.bias": (2,) for layer in range(6)}
+    tensors = {name: random.standard_normal(shape).astype(np.float32) for name, shape in names.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "kvzap", "input_dim": 256, "output_dim": 2, "n_modules": 6, "hidden_dim": None}
+    (folder / "config.json").write_bytes(msgspec.json.encode(config))
+    return folder
+
+
+async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ended(tmp_path: Path) -> None:
     """The bundled model in a process of its own, whose prefix cache all requests share."""
     prompt, asked = [5 + each % 90 for each in range(100)], {"temperature": 0.0, "max_tokens": 90}
     kv = retention_pb2.Retention(policy="window+sinks", window_tokens=1)
     options = {"simulated": "false", "num_threads": "1", "dtype": "float32"}
     options["cache__forgotten_bytes"] = "100000000"
+    options["cache__kvzap"] = str(random_scorer(tmp_path))
     async with start_engine(BASE, **options) as engine:
         gateway = Gateway(engine, "")
         await gateway.hello()
 
-        async def answer(handle: int, **more: Any) -> list[int]:
-            await gateway.submit(handle, prompt, ignore_eos=True, **asked, **more)
+        async def answer(handle: int, text: Sequence[int] = prompt, **more: Any) -> list[int]:
+            await gateway.submit(handle, text, ignore_eos=True, **asked, **more)
             return tokens((await gateway.until_ended(1))[handle, 0])
 
         plain, forgetful = await answer(1), await answer(2, kv=kv)
@@ -114,6 +136,11 @@ async def test_an_engine_forgets_for_who_asks_and_goes_on_where_another_one_ende
         assert chosen not in (plain, forgetful)
         assert await answer(6) == plain
         assert await answer(7, kv=kv, output=chosen[:37]) == chosen[37:]
+        kv.policy = "kvzap"
+        assert await answer(9, text=prompt * 2) != await answer(10, kv=kv, text=prompt * 2)
+        kvzap = await answer(11, kv=kv, text=prompt * 2)
+        assert await answer(12, kv=kv, text=prompt * 2, output=kvzap[:37]) == kvzap[37:]
+        kv.policy = "h2o"
         # What would lose next to anything goes on as the plain answer does.
         kv.max_lost = 1e-6
         assert await answer(8, kv=kv) == plain

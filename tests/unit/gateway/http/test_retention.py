@@ -88,7 +88,11 @@ async def test_grpc_tells_it_too() -> None:
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"policy": "window+sinks", "keep": 0}, "kv.keep", "above 0 and at most 1"),
     ({"policy": "window+sinks", "keep": 1.5}, "kv.keep", "above 0 and at most 1"),
-    ({"policy": "kvzap", "keep": 0.5}, "kv.policy", "not one of full, window+sinks, snapkv, h2o: it scores"),
+    (
+        {"policy": "kvzip", "keep": 0.5},
+        "kv.policy",
+        "not one of full, window+sinks, snapkv, h2o, kvzap",
+    ),
     ({"policy": "window+sinks"}, "kv.keep", "exactly one of keep and window_tokens"),
     ({**QUARTER, "window_tokens": 9}, "kv.keep", "exactly one of keep and window_tokens"),
     ({"policy": "full", "keep": 0.5}, "kv.keep", "keeps everything; leave it out"),
@@ -168,17 +172,28 @@ async def test_a_tiers_bound_and_what_is_beyond_hold_for_who_forgets() -> None:
 @pytest.mark.parametrize(
     ("kv", "problem"),
     [
-        ({"policy": "window+sinks"}, "tiers.standard.kv.keep: policy window"),
-        ({"policy": "window+sinks", "keep": 0.5, "policies": ["full"]}, "tiers.standard.kv.policy"),
-        ({"keep": 0.5}, "tiers.standard.kv.keep"),
-        ({"keep": 0.0, "policy": "window+sinks"}, "tiers.standard.kv.keep"),
-        ({**QUARTER, "min_keep": 0.5}, "tiers.standard.kv.keep"),
-        ({**QUARTER, "max_lost": 0.0}, "tiers.standard.kv.max_lost"),
-        ({**QUARTER, "beyond": "ignore"}, "tiers.standard.kv.beyond"),
+        ({"policy": "window+sinks"}, "keep: policy window.* 0 are given: give keep, a part of the prompt's"),
+        ({**QUARTER, "window_tokens": 9}, "keep: .*exactly one of keep and .* 2 are given: leave one out"),
+        ({"policy": "window+sinks", "keep": 0.5, "policies": ["full"]}, "policy: 'window.*add it there"),
+        ({"policies": []}, "policies: it is empty; name 'full' at least, or leave it out"),
+        (
+            {"policies": ["half"]},
+            r"policies\[0\]: .*; expected one of full, h2o, kvzap, snapkv,",
+        ),
+        ({"keep": 0.5}, "keep: policy full keeps everything; leave it out, or ask for window"),
+        ({"keep": 0.0, "policy": "window+sinks"}, "keep: 0.0 is not above 0 and at most 1: give the part to"),
+        (
+            {"window_tokens": 0, "policy": "snapkv"},
+            "window_tokens: 0 is not between 1 and .*: give tokens",
+        ),
+        ({**QUARTER, "min_keep": 0.5}, "keep: .*less than tiers.standard.kv.min_keep = 0.5; raise it"),
+        ({"min_keep": 2.0}, "min_keep: 2.0 is not above 0 and at most 1; set such a part"),
+        ({"max_lost": 0.0}, "max_lost: 0.0 is not above 0 and at most 1; set such a part"),
+        ({**QUARTER, "beyond": "ignore"}, "beyond: .*; expected one of recompute, refuse"),
     ],
 )
 def test_a_tier_that_cannot_be_meant_is_told(kv: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=rf"^tiers\.standard\.kv\.{problem}"):
         load_settings({"tiers": {"standard": {"kv": kv}}})
 
 

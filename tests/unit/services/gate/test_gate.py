@@ -93,6 +93,51 @@ def test_what_is_broken_is_worse_in_its_layer(
     assert "worse" in result.output
 
 
+KEPT = "[intrinsic]\ncases = 40\n[long_context]\n"
+
+
+def test_what_the_candidate_forgets_is_judged(gate: Any, tmp_path: Path) -> None:
+    """The same server twice, of which one side's requests say what their answers forget."""
+    baseline, candidate = ToyServer(), ToyServer()
+    assert gate(baseline, candidate, KEPT, "--kv", "snapkv:0.5").exit_code == 1
+    assert {name: each["verdict"] for name, each in layers(tmp_path).items()} == {
+        "intrinsic": "worse",
+        "long_context": "worse",
+    }
+    asked = [each["kv"] for each in candidate.asked if "kv" in each]
+    assert all(each == {"policy": "snapkv", "keep": 0.5} for each in asked)
+    assert len(asked) >= 40
+    assert not any("kv" in each for each in baseline.asked)
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["candidate"]["kv"] == asked[0]
+    assert "toy with snapkv:0.5 at" in (tmp_path / "out.html").read_text()
+    # Texts are given to both alike, and continued: a prompt is computed before anything is forgotten.
+    continued = [each for each in baseline.asked if "guided_choice" in each]
+    for each in continued:
+        (rest,) = each["guided_choice"]
+        assert len(each["prompt"]) > 2 * len(rest) > 1000
+        assert "echo" not in each
+    assert continued
+
+
+@pytest.mark.parametrize(
+    ("kv", "problem"),
+    [
+        ("snapkv", "--kv 'snapkv': give POLICY:KEEP, as in snapkv:0.5 or snapkv:512"),
+        ("snapkv:1.5", "give POLICY:KEEP"),
+        ("snapkv:0", "--kv.keep: 0.0 is not above 0 and at most 1"),
+        ("half:0.5", "--kv.policy: 'half' is not one of full"),
+        ("full:0.5", "--kv.keep: policy full keeps everything"),
+    ],
+)
+def test_a_policy_that_cannot_be_meant_is_told(gate: Any, kv: str, problem: str) -> None:
+    server = ToyServer()
+    result = gate(server, ToyServer(), KEPT, "--kv", kv)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
+    assert not server.asked
+
+
 def test_needles_lost_in_the_middle_show_in_the_heat_map(gate: Any, tmp_path: Path) -> None:
     result = gate(
         ToyServer(),

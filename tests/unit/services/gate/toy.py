@@ -162,6 +162,8 @@ class ToyServer:
         if path == "/tokenize":
             extra = [1] if self.splits_otherwise else []
             return 200, {"tokens": [*ids_of(body["prompt"]), *extra]}
+        if path == "/v1/completions" and "guided_choice" in body:
+            return 200, self._continued(body, run)
         if path == "/v1/completions":
             return self._echo(body, run)
         return 200, self._chat(body, run)
@@ -179,6 +181,14 @@ class ToyServer:
         }
         return 200, {"choices": [{"text": text, "logprobs": logprobs}]}
 
+    def _continued(self, body: dict[str, Any], run: int) -> dict[str, Any]:
+        (text,) = body["guided_choice"]
+        model = self._model if "kv" not in body else ToyModel(Spoiled(weight_steps=2.0))
+        (answer,) = model.echoed([ids_of(body["prompt"] + text)], run)
+        count = len(ids_of(text))
+        logprobs = {"tokens": answer.tokens[-count:], "token_logprobs": answer.logprobs[-count:]}
+        return {"choices": [{"text": text, "logprobs": logprobs}]}
+
     def _chat(self, body: dict[str, Any], run: int) -> dict[str, Any]:
         prompt = body["messages"][-1]["content"]
         if body.get("logprobs"):
@@ -195,7 +205,7 @@ class ToyServer:
             return _choice(json.dumps(_instance(body["response_format"]["json_schema"]["schema"])))
         if "tools" in body and "Do not use" not in prompt:
             return _choice("", calls=[_called(prompt)])
-        return _choice(_said(prompt, self.spoiled))
+        return _choice(_said(prompt, self.spoiled if "kv" not in body else Spoiled(loses_middle=True)))
 
 
 def _instance(schema: dict[str, Any]) -> dict[str, Any]:

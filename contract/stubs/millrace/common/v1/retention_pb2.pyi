@@ -33,7 +33,8 @@ class Retention(_message.Message):
     policy: _builtins.str
     """"full", which forgets nothing; or with exactly one of the numbers: "window+sinks", which keeps the first block
     of tokens and the last ones; "snapkv" and "h2o", which keep the tokens of the prompt that had most of the
-    attention of its last 32 tokens or of all, and all of the answer.
+    attention of its last 32 tokens or of all, and all of the answer; "kvzap", which keeps the prompt's last 128
+    tokens, those that a scorer trained for the model foresees to be looked at, and all of the answer.
     """
     keep: _builtins.float
     """Part of the prompt's tokens that are kept at a time, above 0 and at most 1."""

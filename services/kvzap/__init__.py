@@ -1,0 +1,1 @@
+"""Training of scorers, by which answers choose what they keep of their prompts (`kv.policy` kvzap)."""
