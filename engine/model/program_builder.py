@@ -350,9 +350,7 @@ class ProgramBuilder:
         sinks: Values | None = None,
         x: Floats | None = None,
     ) -> None:
-        """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache. Who
-        watches reads x [T, E], which they were computed from.
-        """
+        """mixed [T, H * value dim] of the queries that begin each row of q, which are made of x [T, E]."""
         plan = self._plan_of(attention.num_heads, num_kv_heads, mixed.shape[1], cache.block_size)
         options = attention.options
         args = AttentionArgs(
