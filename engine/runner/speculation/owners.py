@@ -29,6 +29,9 @@ LEAST_MARGIN, SLACK = 1.15, 0.01
 # Part of an owner's tokens that may be late, which leaves half of a hundredth to what else delays them; and
 # steps' worth of late ones that it bears at a time, as one attempt in vain may bring.
 _LATE_SHARE, _MOST_LATE = 0.005, 8.0
+# Further ones that it bears once its ended answers say that drafts would have held: looking alone is felt
+# where steps are short, and not each look finds something.
+_MOST_EXPECTED = 16.0
 
 
 @dataclass
@@ -52,13 +55,14 @@ class OwnerExperience:
         """Takes in how late a step was for its sequences on average; steps until it bears one that is late.
         What was early makes up for as much.
         """
-        self.late = max(0.0, self.late - _LATE_SHARE * (step - self.at_step) + lateness)
+        fewest = min(0.0, self.late)
+        self.late = max(fewest, self.late - _LATE_SHARE * (step - self.at_step) + lateness)
         self.at_step = step
         return max(0, math.ceil((self.late - _MOST_LATE) / _LATE_SHARE))
 
     def expects_gain(self) -> None:
         """Its answers say that drafts would hold, which an attempt finds out."""
-        self.late = max(0.0, self.late - _MOST_LATE)
+        self.late = -_MOST_EXPECTED
 
     def looked_back(self, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """Takes in what would have been found in a text that is known meanwhile, and returns how much of it

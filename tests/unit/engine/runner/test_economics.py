@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.speculation.economics import Economics, StepCost
-from engine.runner.speculation.owners import LEAST_MARGIN
+from engine.runner.speculation.owners import LEAST_MARGIN, OwnerExperience
 from engine.runner.speculation.progress import DraftProgress
 from engine.runner.speculation.step_times import StepTimes
 from tests.unit.engine.runner.virtual_drafts import Machine, Run, run
@@ -357,6 +357,19 @@ def test_tokens_are_late_for_whom_they_take_longer_than_without() -> None:
     came(economics, [third], "d", 1.0, 0)
     assert economics.owners.of("d").late < 9
     assert list(third.paces) == [1.0] * 8
+
+
+def test_early_tokens_make_up_for_late_ones_and_ended_answers_allow_more() -> None:
+    owner = OwnerExperience()
+    assert owner.came(1.0, 1) == pytest.approx(199, abs=1)
+    # Half a gain for each of two steps; what is left over is not kept.
+    assert owner.came(-0.5, 2) == pytest.approx(98, abs=1)
+    assert owner.came(-0.5, 3) == 0
+    assert owner.came(-20.0, 4) == 0
+    assert owner.late == 0
+    owner.expects_gain()
+    borne = [owner.came(1.0, 5 + number) == 0 for number in range(30)]
+    assert borne == [True] * 24 + [False] * 6
 
 
 def test_while_somebody_has_waited_too_often_no_step_is_longer() -> None:
