@@ -24,7 +24,7 @@ _DRAFTERS = (
 # How the names of records begin, and what prints them; the longest beginning counts.
 COMMANDS = {
     "adapters_beside_vllm": "peers.adapters",
-    "batches_beside": "batches beside",
+    "batches_beside": "batches beside --rate 5 --seconds 100",
     "batches_killed": "batches killed",
     "batches_million": "batches million",
     "chaos_bundled": "chaos --bundled",

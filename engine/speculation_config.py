@@ -14,6 +14,8 @@ _METHODS_OF_FILES = ("draft_model", "eagle3", "medusa")
 LOOKUPS = ("ngram", "suffix")
 # Drafts of a sequence and step at most, those of a tree among them; and rows that lookahead adds to it.
 MOST_DRAFTS, _MOST_LOOKAHEAD_ROWS = 64, 256
+# Tokens that a lookup compares, and those of answers that suffix keeps.
+_MOST_NGRAM, _MOST_ANSWER_TOKENS = 64, 1 << 24
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +55,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         most_rows = self.num_draft_tokens * (self.lookahead_window + self.lookahead_candidates - 1)
         for key, is_wrong, words in (
             ("num_draft_tokens", self.num_draft_tokens > MOST_DRAFTS, f"{MOST_DRAFTS} at most; lower it"),
+            ("max_ngram", self.max_ngram > _MOST_NGRAM, f"{_MOST_NGRAM} at most; lower it"),
+            (
+                "answer_tokens",
+                self.answer_tokens > _MOST_ANSWER_TOKENS,
+                f"{_MOST_ANSWER_TOKENS} at most, which take 2 GB; lower it",
+            ),
             ("min_ngram", self.min_ngram < 1, "must be at least 1; raise it"),
             (
                 "min_ngram",

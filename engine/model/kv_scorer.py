@@ -91,8 +91,9 @@ def find_scorer(
     if not configured and (remembers_because or not (folder / "config.json").is_file()):
         return None
     key = f"engine.cache.kvzap = {str(folder)!r}"
+    without = "set it to ''" if configured else "take the folder away"
     if remembers_because:
-        raise ConfigError(f"{key}: no answer of this model may forget: {remembers_because}; set it to ''")
+        raise ConfigError(f"{key}: no answer of this model may forget: {remembers_because}; {without}")
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=KvScorerConfig)
         stored = read_stored(folder / "model.safetensors")
@@ -101,9 +102,7 @@ def find_scorer(
             f"{key}: {error}; name a folder that millrace train-kvzap wrote, or a KVzapModel of kvpress"
         ) from error
     if problem := _problem_with(config, spec):
-        raise ConfigError(
-            f"{key}: {problem}; train one for this model (millrace train-kvzap), or set it to ''"
-        )
+        raise ConfigError(f"{key}: {problem}; train one for this model (millrace train-kvzap), or {without}")
     return KvScorer(layers=_read(folder / "model.safetensors", stored, config, key))
 
 

@@ -15,7 +15,8 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, load
 from engine.model.device import choose_device
 from engine.model.families import read_spec
-from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares
+from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares, remembers_because
+from engine.model.kv_scorer import find_scorer
 from engine.model.plan import (
     PlanInput,
     fullest,
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _share(config, model, asked, options, available)
         given = fullest(plan_input(config, model, device=device, available_bytes=available))
         plan = make_plan(given)
+        find_scorer(config.cache.kvzap, find(model.path), given.whole, remembers_because(given.whole))
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)
         return 2
@@ -334,7 +336,7 @@ def _ways_table(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -
             str(each.capacity_tokens or "-"),
             human(each.exchanged_bytes_per_token),
             str(each.meetings_per_step),
-            "yes" if each.fits else ("refused" if each.is_refused else "no"),
+            "yes" if each.fits else "no",
         )
     table.caption = (
         "weights of the fullest device; tokens of keys and values that all hold; what they tell each other "

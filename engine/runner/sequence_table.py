@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Any
 
@@ -89,6 +90,7 @@ class SequenceTable:
         self.state_slots = np.zeros(0, np.int64)  # [N]
         # Steps that were launched and whose tokens of this slot are not here yet.
         self.num_unread = np.zeros(0, np.int64)  # [N]
+        # A heap: the lowest come first, since only these have rooms for branches.
         self._free: list[int] = []
 
     def add(self, new: NewSequence, *, forked: bool = False) -> None:
@@ -148,7 +150,7 @@ class SequenceTable:
         self.thinking.pop(sequence_id, None)
         if state is not None:
             self.sampling.drop(state.slot)
-            self._free.append(state.slot)
+            heappush(self._free, state.slot)
 
     def hold_thoughts(self, num_drawn: Callable[[int], int]) -> list[SequenceState]:
         """The thoughts that may reach their budget within the tokens that are drawn for them before they are
@@ -289,8 +291,8 @@ class SequenceTable:
                     self, name, np.concatenate((held, np.zeros((grown - size, *held.shape[1:]), np.int64)))
                 )
             self.sampling.grow(grown)
-            self._free = list(range(size, grown))[::-1]
-        return self._free.pop()
+            self._free = list(range(size, grown))
+        return heappop(self._free)
 
 
 def _widen(table: NDArray[np.int64], columns: int) -> NDArray[np.int64]:

@@ -422,7 +422,7 @@ def plan(
     ] = None,
     device_gib: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Memory of each of these; else its part of what is free."),
+        typer.Option(min=0.001, max=2**20, help="Memory of each; else its part of what is free."),
     ] = None,
     try_it: Annotated[
         bool, typer.Option("--try", help="Load it, drive the worst case, and show the peak beside the plan.")

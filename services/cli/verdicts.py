@@ -12,7 +12,7 @@ from runtime.errors import ConfigError, described
 
 
 @contextmanager
-def judging(notes: Console) -> Iterator[None]:
+def judging(notes: Console, interrupted: str = "interrupted; the same command goes on") -> Iterator[None]:
     """Ends the command with 2 and a line on `notes` for bad input, with 130 where it was interrupted, and
     with 2 for any unforeseen error, for which Python's own status would be 1.
     """
@@ -23,7 +23,7 @@ def judging(notes: Console) -> Iterator[None]:
         notes.print(f"millrace: {told}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
-        notes.print("interrupted; the same command goes on", markup=False)
+        notes.print(interrupted, markup=False)
         raise typer.Exit(130) from None
     except Exception as error:
         notes.print_exception()

@@ -66,7 +66,7 @@ class LessonWriter:
 def read_lessons(path: Path, model: Path, max_tokens: int) -> list[Lesson]:
     """What a file teaches a model, those left out that are longer. Raises ConfigError that names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ConfigError(f"--data {path}: {error.strerror or error}; name a file of JSON lines") from error
     except UnicodeDecodeError as error:

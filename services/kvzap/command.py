@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -51,13 +52,16 @@ def train_kvzap(options: ScorerOptions) -> None:
     The folder goes into engine.cache.kvzap; then requests may ask for kv.policy kvzap. kvpress loads it, too.
     A line takes one forward of twice its tokens; nothing is kept of a run that was interrupted.
     """
-    with judging(_notes):
+    with judging(_notes, "interrupted; nothing is kept, and the same command begins anew"):
         _train(options)
 
 
 def _train(options: ScorerOptions) -> None:
     if (options.out / "config.json").exists():
         raise ConfigError(f"--out {options.out}: there is a model already; name another folder")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not os.access(options.out, os.W_OK):
+        raise ConfigError(f"--out {options.out}: nothing can be written there; name another folder")
     named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
     model = find(str(checkpoint.resolve(named)))
     # They bring torch, which other commands do without.

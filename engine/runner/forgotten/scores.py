@@ -25,6 +25,8 @@ from kernels.attention.native_ops import vote_rows
 
 # States that are scored together, counted from the first position.
 _TOGETHER = 64
+# What a scorer whose sums overflow says at most: a token that has no score is the last to stay.
+_MOST = 1e30
 # The first tokens of a prompt, which take what attention has to spare: they stay, as under KVzip.
 _NUM_SINKS = 4
 
@@ -57,7 +59,7 @@ class LayerScores:
     def _take(self, scores: NDArray[np.float64]) -> None:
         """Scores [K, T] of the next tokens. Layers that share their keys choose together."""
         end = self._scored + scores.shape[1]
-        self._sums[:, self._scored : end] += scores
+        self._sums[:, self._scored : end] += np.nan_to_num(scores, nan=-_MOST, posinf=_MOST, neginf=-_MOST)
         self._scored = end
 
 

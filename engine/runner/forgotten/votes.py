@@ -124,11 +124,13 @@ def chosen_of(sums: NDArray[Any], kept: ChosenTokens) -> NDArray[np.int64]:
     if kept.policy == "snapkv":
         padded = np.pad(others, ((0, 0), (_POOLED // 2, _POOLED // 2)))
         others = np.lib.stride_tricks.sliding_window_view(padded, _POOLED, axis=1).sum(2)
+    last = np.broadcast_to(np.arange(num_whole - num_last, num_whole), (len(sums), num_last))
     num_chosen = kept.num_sinks * kept.block_size - num_last
+    if not num_chosen:
+        return last
     least = np.partition(others, -num_chosen, axis=1)[:, -num_chosen, None]
     best, equal = others > least, others == least
     best |= equal & (np.cumsum(equal, 1) <= num_chosen - best.sum(1, keepdims=True))
-    last = np.broadcast_to(np.arange(num_whole - num_last, num_whole), (len(sums), num_last))
     return np.concatenate((np.nonzero(best)[1].reshape(-1, num_chosen), last), 1)
 
 

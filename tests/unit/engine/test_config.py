@@ -83,6 +83,8 @@ def test_adapters_beside_a_checkpoint_are_left_out_where_ranks_share_it() -> Non
     [
         ({"num_draft_tokens": 0}, r"speculation\.num_draft_tokens = 0: must be at least 1"),
         ({"num_draft_tokens": 65}, r"speculation\.num_draft_tokens = 65: 64 at most; lower it"),
+        ({"max_ngram": 65}, r"speculation\.max_ngram = 65: 64 at most; lower it"),
+        ({"answer_tokens": 10**9}, r"speculation\.answer_tokens = 1000000000: 16777216 at most.*lower it"),
         ({"min_ngram": 0}, r"speculation\.min_ngram = 0: must be at least 1"),
         ({"min_ngram": 5}, r"speculation\.min_ngram = 5: exceeds max_ngram = 4.*lower it, or raise that"),
         ({"min_acceptance": -0.1}, r"speculation\.min_acceptance = -0\.1: a share, from 0 to 1"),

@@ -42,14 +42,16 @@ def lessons() -> list[Lesson]:
 def test_answers_are_learned_as_the_template_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    path.write_text(json.dumps({"messages": said}) + "\n\n" + json.dumps({"text": "One two three."}) + "\n")
+    # A separator of lines to Unicode, which JSON may have in a string.
+    text_line = json.dumps({"text": "One two\u2028three."}, ensure_ascii=False)
+    path.write_text(json.dumps({"messages": said}) + f"\n\n{text_line}\n", encoding="utf-8")
     chat, text = read_lessons(path, BUNDLED_MODEL, 64)
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     given, learned = chat.ids[: chat.num_given], chat.ids[chat.num_given :]
     assert tokenizer.decode(given, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(learned, skip_special_tokens=False).startswith("Hello.<|im_end|>")
     assert text.num_given == 0
-    assert tokenizer.decode(text.ids) == "One two three."
+    assert tokenizer.decode(text.ids) == "One two\u2028three."
 
 
 @pytest.mark.parametrize(

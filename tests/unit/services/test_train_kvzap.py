@@ -167,4 +167,8 @@ def test_what_cannot_be_trained_is_refused(data: Path, tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, few)
     assert refused.exit_code == 2
     assert "1 of its lines have up to 16 tokens; give 8" in " ".join(refused.output.split())
+    file = tmp_path / "few.jsonl"
+    nowhere = ["train-kvzap", "bundled", "--data", str(data), "--out", str(file / "no")]
+    refused = CliRunner().invoke(app, nowhere)
+    assert (refused.exit_code, "Not a directory" in refused.output) == (2, True)
     assert find_scorer("", BUNDLED_MODEL, None, "no") is None  # type: ignore[arg-type]

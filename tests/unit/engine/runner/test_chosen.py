@@ -349,6 +349,23 @@ def voted(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> tuple[to
     return scores.masked_fill(future, float("-inf")).softmax(-1), stays
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "kvzap"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_as_many_stay_as_there_are_fresh_blocks_whatever_the_length(policy: str, block_size: int) -> None:
+    """Also where the last tokens of the prompt are all that is kept."""
+    for num_prompt in range(100, 420):
+        for window in (1, 128, 160):
+            kept = KeptBlocks.of(Retention(policy=policy, window_tokens=window), num_prompt, block_size)
+            if kept is None:
+                continue
+            assert isinstance(kept, ChosenTokens)
+            size = kept.num_whole * block_size
+            chosen = chosen_of(np.arange(2 * size).reshape(2, size) % 7, kept)
+            assert chosen.shape == (2, kept.num_fresh * block_size)
+            assert (np.diff(chosen) > 0).all()
+            assert (chosen[:, -1] == size - 1).all()
+
+
 @pytest.mark.parametrize("policy", ["snapkv", "h2o"])
 @pytest.mark.parametrize(("num_prompt", "num_heads", "num_kv"), SHAPES)
 def test_what_stays_is_what_the_papers_say(policy: str, num_prompt: int, num_heads: int, num_kv: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from contract.retention import Retention
 from engine.config import CacheConfig, EngineConfig
 from engine.model.kv_scorer import FOLDER, KvScorerConfig, find_scorer, gelu
 from engine.model.plan import plan_input
+from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.forgotten.scores import LayerScores
 from engine.runner.forgotten.votes import chosen_of
@@ -318,10 +319,27 @@ def test_what_is_no_scorer_is_refused(
         opened(folder, tmp_path)
 
 
+def test_tokens_whose_score_overflows_are_the_last_to_stay() -> None:
+    overflows = SimpleNamespace(score=lambda layer, states: np.array([[np.nan, np.inf, -np.inf, 1.0] * 16]))
+    sums = np.zeros((1, 64))
+    LayerScores(sums, cast(Any, overflows), 0).read(np.zeros((64, 8), np.float32), 0)
+    assert (sums[:, :SINKS] == np.inf).all()
+    assert sums[0, SINKS : SINKS + 4].tolist() == [-1e30, 1e30, -1e30, 1.0]
+
+
 def test_a_model_that_can_forget_nothing_takes_no_scorer(folder: Path, scorer: Path) -> None:
     with pytest.raises(ConfigError, match=r"no answer of this model may forget: it is latent; set it to ''"):
         find_scorer(str(scorer), folder, spec_of(folder), "it is latent")
     assert find_scorer("", folder, spec_of(folder), "it is latent") is None
+
+
+def test_the_plan_refuses_a_scorer_of_another_model(
+    scorer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "millrace.toml"
+    file.write_text(f'[model]\npath = "models/millrace-nano"\n[engine.cache]\nkvzap = "{scorer}"\n')
+    assert print_plan(["--config", str(file)]) == 2
+    assert f"engine.cache.kvzap = '{scorer}': its n_modules is " in capsys.readouterr().err
 
 
 def test_a_scorer_in_the_models_folder_is_found(

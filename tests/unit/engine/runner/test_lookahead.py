@@ -102,6 +102,15 @@ def test_ngrams_of_the_window_are_drafts_that_hold(
     assert jobs[0].output[0] == lessons[0].ids[lessons[0].num_given]
 
 
+def test_a_text_that_follows_many_has_scratch_blocks(folder: Path, lessons: list[Lesson]) -> None:
+    """There are some for the first eight places of a batch."""
+    crowd = [Job(prompt_of(9, 199, seed=number), num_tokens=2) for number in range(12)]
+    with closing(open_runner(folder, speculation=AHEAD)) as runner:
+        Driver(runner).run(crowd)
+        drafted, _ = totals(Driver(runner, seed=1).run(jobs_of(lessons[:1])))
+    assert drafted
+
+
 def test_a_text_that_follows_another_finds_nothing_of_it(folder: Path, lessons: list[Lesson]) -> None:
     """Same slot, same prompt, another tenant: the same answer takes the same drafts."""
     with closing(open_runner(folder, speculation=AHEAD)) as runner:
