@@ -56,7 +56,7 @@ COMMANDS = {
     "neighbour": "neighbour",
     "neighbour_thinking": 'neighbour --attack "64 votes of eight samples" "64 searches of eight steps"',
     "on_vllm": "peers.on_vllm",
-    "drafters": f"{_DRAFTERS} --rounds 3",
+    "drafters": f"{_DRAFTERS} --rounds 9",
     "drafters_always": f"{_DRAFTERS} --rounds 3 --streams 1 8 --always "
     "--tree '[[1,1,0],[2,0],[0,1,0],[0,0,1]]'",
     "drafters_smollm2": "drafters --model smollm2-135m --streams 1 --answers 12 --rounds 3",
