@@ -10,30 +10,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from checkpoint.files import find
-from checkpoint.known import known_models
 from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.verdicts import judging
-from services.drafter.options import CourseOptions, DrafterMethod
-from services.supervisor import checkpoint
-from services.supervisor.config import BUNDLED_MODEL
+from services.drafter.options import CourseOptions, DrafterMethod, Threads, TrainedModel, folder_of
 
 _notes = Console(stderr=True, highlight=False)
-_BUNDLED = "bundled"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
     """What is trained for which model."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"Folder in Hugging Face format, hub id, or known name ({_BUNDLED}, "
-            f"{', '.join(known_models())})."
-        ),
-    ]
+    model: TrainedModel
     data: Annotated[
         Path,
         typer.Option(help="JSON lines with messages, and perhaps tools, or with text; answers are learned."),
@@ -42,9 +31,7 @@ class DrafterOptions:
         Path, typer.Option(file_okay=False, help="Folder of the head; a course is kept there, too.")
     ]
     method: Annotated[DrafterMethod, typer.Option(help="Kind of head.")] = DrafterMethod.EAGLE3
-    threads: Annotated[
-        int, typer.Option(min=0, max=1024, help="Threads that compute; 0 is as many as cores.")
-    ] = 0
+    threads: Threads = 0
 
 
 @flattened
@@ -72,8 +59,7 @@ def _check(options: DrafterOptions, course: CourseOptions) -> None:
 
 def _train(options: DrafterOptions, course: CourseOptions) -> None:
     _check(options, course)
-    named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
-    model = find(str(checkpoint.resolve(named)))
+    model = folder_of(options.model)
     # It brings torch, which other commands do without.
     import torch
 

@@ -1,12 +1,37 @@
-"""How a head is trained: options of the command line, and all that the course knows of them. No torch."""
+"""How a head is trained: options of the command line, and all that the course knows of them; and those that
+commands have which train anything for a model. No torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import typer
+
+from checkpoint.files import find
+from checkpoint.known import known_models
+from services.supervisor import checkpoint
+from services.supervisor.config import BUNDLED_MODEL
+
+_BUNDLED = "bundled"
+TrainedModel: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help=f"Folder in Hugging Face format, hub id, or known name ({_BUNDLED}, "
+        f"{', '.join(known_models())})."
+    ),
+]
+Threads: TypeAlias = Annotated[
+    int, typer.Option(min=0, max=1024, help="Threads that compute; 0 is as many as cores.")
+]
+
+
+def folder_of(model: str) -> Path:
+    """The folder of a TrainedModel, fetched where it is not there."""
+    return find(str(checkpoint.resolve(str(BUNDLED_MODEL) if model == _BUNDLED else model)))
 
 
 class DrafterMethod(StrEnum):

@@ -11,38 +11,26 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from checkpoint.files import find
-from checkpoint.known import known_models
 from runtime.errors import ConfigError
 from services.cli.options import flattened
 from services.cli.verdicts import judging
-from services.supervisor import checkpoint
-from services.supervisor.config import BUNDLED_MODEL
+from services.drafter.options import Threads, TrainedModel, folder_of
 
 _notes = Console(stderr=True, highlight=False)
-_BUNDLED = "bundled"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
     """What is trained for which model."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"Folder in Hugging Face format, hub id, or known name ({_BUNDLED}, "
-            f"{', '.join(known_models())})."
-        ),
-    ]
+    model: TrainedModel
     data: Annotated[
         Path,
         typer.Option(help="JSON lines with text, or with messages: what prompts will be like."),
     ]
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the scorer.")]
     max_tokens: Annotated[int, typer.Option(min=16, max=65_536, help="Longer lines are left out.")] = 1024
-    threads: Annotated[
-        int, typer.Option(min=0, max=1024, help="Threads that compute; 0 is as many as cores.")
-    ] = 0
+    threads: Threads = 0
 
 
 @flattened
@@ -62,8 +50,7 @@ def _train(options: ScorerOptions) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if not os.access(options.out, os.W_OK):
         raise ConfigError(f"--out {options.out}: nothing can be written there; name another folder")
-    named = str(BUNDLED_MODEL) if options.model == _BUNDLED else options.model
-    model = find(str(checkpoint.resolve(named)))
+    model = folder_of(options.model)
     # They bring torch, which other commands do without.
     from services.drafter.lessons import read_lessons
     from services.kvzap.fit import HELD_OUT, fit, write
