@@ -284,7 +284,10 @@ class Gateway:
             await self._batches.close()
         await self.grpc.stop(0.5)
         await self.http.stop()
+        # Engines say what they have spent on requests that were ended just now, if they still can.
+        await self._pipeline.books.hear_last_words(_FAREWELL_S)
         await self._fleet.stop()
+        await self._pipeline.books.hear_last_words(_FAREWELL_S)
         await self._tokenizer.close()
         await self._edge.close()
         if self._store is not None:

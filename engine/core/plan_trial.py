@@ -170,6 +170,9 @@ def _window_blocks(
 
 def _measured(config_path: Path | None) -> Trial:
     """The trial, in this process. Raises ConfigError."""
+    # Weights that were not packed before are read with it, and what it takes itself is in no plan.
+    import torch  # noqa: F401
+
     from engine.runner.build import build
 
     tables = read_tables(config_path)

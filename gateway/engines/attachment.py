@@ -201,10 +201,13 @@ class Attachment:
             self._task.cancel()
 
     async def stop(self) -> None:
-        """Closes the stream; the engine cancels what is still open on it."""
+        """Closes the stream; the engine cancels what is still open on it, and is not heard on what was
+        taken back before.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._hear_all()
 
     def submit(self, submission: Submission, inbox: Inbox, *, cached_tokens: int = 0) -> Leg:
         """Sends a request; its outputs go to `inbox`. The caller has checked that the state is READY, and
@@ -405,10 +408,13 @@ class Attachment:
             self._set_state(EngineState.CONNECTING)
         for leg in lost.values():
             leg.inbox.put_last(Lost(leg))
+        self._hear_all()
+        self._stop_if_retired()
+
+    def _hear_all(self) -> None:
         silent, self._taken_back = self._taken_back, {}
         for leg in silent.values():
             _hear(leg)
-        self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:
         if state is not self.state:

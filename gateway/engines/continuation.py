@@ -90,8 +90,6 @@ class ContinuousStream:
         self._wait: asyncio.Task[None] | None = None
         # All legs there ever were.
         self._all_legs: list[Leg] = []
-        # Kept, so that it is not collected while it waits.
-        self._telling: asyncio.Task[Any] | None = None
         # Connections that were lost, in order; several choices on one are one loss.
         self.losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
@@ -189,16 +187,14 @@ class ContinuousStream:
             texts=set().union(*(each.texts for each in told)),
         )
 
-    def when_told(self, call: Callable[[], object]) -> None:
-        """Has `call` made when engines have said all of what was taken back: at once where nothing was, and
-        after ten seconds in any case.
+    def when_told(self) -> asyncio.Task[Any] | None:
+        """Done when engines have said all of what was taken back, and after ten seconds in any case; None
+        where they have.
         """
         unheard = self.unheard()
         if not unheard:
-            call()
-            return
-        self._telling = asyncio.create_task(asyncio.wait(unheard, timeout=_ANSWER_S), name="last word")
-        self._telling.add_done_callback(lambda _: call())
+            return None
+        return asyncio.create_task(asyncio.wait(unheard, timeout=_ANSWER_S), name="last word")
 
     @property
     def engine_time(self) -> EngineTime:

@@ -6,6 +6,7 @@ later, so that no client waits for it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -82,6 +83,8 @@ class Books:
         # A tier has so many attempts under way.
         self._num_active: dict[str, int] = {}
         self._own_work = OwnWork()
+        # Of ended attempts whose engines have not said their last word.
+        self._telling: set[asyncio.Task[Any]] = set()
         self._telemetry = telemetry
         self._ledger = ledger
         self._deferred = deferred
@@ -224,7 +227,7 @@ class Books:
             end.call.caller, end.call.request, info.model, end.call.tier.name, end.group, info.revision
         )
         # First of all: whatever fails below, what was used is paid for.
-        end.attempt.stream.when_told(lambda: self._ledger.record(_entry(end)))
+        self._record_when_told(end)
         form, judge = end.call.request.response_format, end.attempt.judge
         if form is not None and end.group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
@@ -239,6 +242,28 @@ class Books:
         kept_its_promise = self._judge(end)
         self._end_span(end, is_notable=end.outcome.is_failure or not kept_its_promise)
         self.when_written(end)
+
+    def _record_when_told(self, end: Ended) -> None:
+        """A row says what engines have spent, which they tell last of all."""
+        telling = end.attempt.stream.when_told()
+        if telling is None:
+            self._ledger.record(_entry(end))
+            return
+        self._telling.add(telling)
+
+        def record(told: asyncio.Task[Any]) -> None:
+            self._telling.discard(told)
+            self._ledger.record(_entry(end))
+
+        telling.add_done_callback(record)
+
+    async def hear_last_words(self, within_s: float) -> None:
+        """Returns when engines have told what ended requests have taken, and the ledger has it."""
+        self._deferred.flush()
+        if self._telling:
+            await asyncio.wait(list(self._telling), timeout=within_s)
+            # A task that was done before this has its row written in the next iteration of the loop.
+            await asyncio.sleep(0)
 
     def _count(
         self,

@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
-from observability.emit.names import ENGINES_UP, RESUBMISSIONS
+from observability.emit.names import RESUBMISSIONS
 from services.supervisor.models import write_engines
 from services.supervisor.ports import free_ports
 from services.supervisor.process import die_with_parent
@@ -48,9 +48,6 @@ class Makes:
     def tell(self, *addresses: str) -> None:
         """From now on gateways know these engines."""
         write_engines(self.stack.directory, addresses)
-
-    def num_up(self) -> float:
-        return sum(reading.value(ENGINES_UP) for reading in self.stack.metrics("gateway"))
 
     def num_continued(self) -> float:
         return sum(
@@ -115,7 +112,7 @@ async def ask_all(makes: Makes, victim: int) -> list[Answer]:
         makes.tell(makes.own_address, makes.other_address)
         # Who stands still for long counts as lost already.
         known = await asyncio.to_thread(
-            eventually, lambda: makes.num_up() == 2 or makes.num_continued() > continued
+            eventually, lambda: makes.stack.num_attached() == 2 or makes.num_continued() > continued
         )
         assert known, makes.stack.transcript()
         os.kill(victim, signal.SIGKILL)
@@ -150,7 +147,7 @@ def test_streams_go_on_at_an_engine_of_the_other_make(makes: Makes) -> None:
     assert eventually(lambda: "engine-0 is ready again" in stack.output.read_text()), stack.transcript()
     stack.assert_nothing_leaked(makes.other_address)
     makes.tell(makes.other_address)
-    assert eventually(lambda: makes.num_up() == 1)
+    assert eventually(lambda: makes.stack.num_attached() == 1)
     answers = asyncio.run(ask_all(makes, makes.other.pid))
     assert_whole(makes, answers, NUM_STREAMS)
     assert makes.num_continued() > continued, "nothing was under way at vLLM's"

@@ -16,7 +16,6 @@ import openai
 import psutil
 import pytest
 
-from observability.emit.names import ENGINES_UP
 from tests.chaos.limits import assert_limits_are_whole, held, limited
 from tests.chaos.streams import ask, assert_numbers, connected, first_of, numbers, plain
 from tests.e2e.conftest import needs_weights
@@ -40,13 +39,8 @@ def engines(tmp_path: Path, redis: RedisServer) -> Iterator[Stack]:
     options = ("--engine", "vllm", "--engines", "2")
     with running_stack(tmp_path, *options, config=limited(redis), environment=VLLM_SETTINGS) as stack:
         # The gateway is ready with the first of them.
-        assert eventually(lambda: num_attached(stack) == 2, LOADS_LIMIT_S), stack.transcript()
+        assert eventually(lambda: stack.num_attached() == 2, LOADS_LIMIT_S), stack.transcript()
         yield stack
-
-
-def num_attached(stack: Stack) -> float:
-    """Engines that the gateway can send work to."""
-    return sum(reading.value(ENGINES_UP) for reading in stack.metrics("gateway"))
 
 
 async def mixed(client: openai.AsyncOpenAI, stack: Stack, number: int, begun: asyncio.Event) -> str:

@@ -24,7 +24,7 @@ from observability.analysis.decode import StoredSpan
 from observability.analysis.scrape import Reading, parse
 from observability.analysis.source import StoreError
 from observability.analysis.store import SpanReader
-from observability.emit.names import ENVOY
+from observability.emit.names import ENGINES_UP, ENVOY
 from runtime.resources import cpuinfo
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.process import die_with_parent
@@ -167,6 +167,10 @@ class Stack:
             for address in self.addresses(kind, "metrics")
         ]
         return [parse(page, time.monotonic()) for page in pages]
+
+    def num_attached(self) -> float:
+        """Engines that gateways can send work to."""
+        return sum(reading.value(ENGINES_UP) for reading in self.metrics("gateway"))
 
     def openai(self, key: str | None = None) -> openai.OpenAI:
         """The SDK, without its own retries."""

@@ -97,11 +97,16 @@ function checked(messages, more = {}) {
   }
 }
 
-async function answer(conversation, body, message, { goes_on = false } = {}) {
+// From here on nothing else is asked, however often a button is pressed.
+function begin() {
   chat.running = new AbortController();
+  running(true);
+}
+
+async function answer(conversation, body, message, { goes_on = false } = {}) {
+  if (!chat.running) begin();
   if (!goes_on) conversation.messages.push(message);
   chat.on_change();
-  running(true);
   announce(t("answering"));
   draw();
   await generate(body, message, { signal: chat.running.signal, changed: later(() => draw_last(message)) });
@@ -224,6 +229,7 @@ async function retry() {
   if (chat.running) return;
   const body = checked(conversation.messages.slice(0, -1));
   if (!body) return;
+  begin();
   try {
     await take_back(conversation);
   } catch (error) {
@@ -238,6 +244,7 @@ async function go_on() {
   if (chat.running) return;
   const body = checked(conversation.messages, { continue_final_message: true });
   if (!body) return;
+  begin();
   // What the server keeps of it is replaced by the whole.
   if (conversation.num_kept === conversation.messages.length) {
     await take_back(conversation).catch(problem);
