@@ -60,6 +60,10 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # whatever else computes. "auto" is batch with simulated engines, where it was measured, and normal with
     # all others: what feeds a device must not wait for foreign load.
     scheduling: Literal["auto", "batch", "normal"] = "auto"
+    # How far engines that compute on processors give way to the gateway and the edge, as nice(1) counts
+    # (Linux), because a step takes milliseconds whoever waits, and what a request needs before it takes one.
+    # Engines on devices, and simulated ones, do not: little is computed before a device has its next step.
+    engine_niceness: Annotated[int, msgspec.Meta(ge=0, le=19)] = 5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,8 @@ from services.supervisor.ports import can_bind, free_ports, require_free
 from services.supervisor.process import ProcessSpec
 
 _LOOPBACK = "127.0.0.1"
+# There where a driver for GPUs is.
+_NVIDIA = Path("/dev/nvidiactl")
 # How often gateways look for engines that came or went.
 _DISCOVERY_INTERVAL_S = 0.5
 # The kernel's limit is 107.
@@ -339,7 +341,14 @@ class _Planner:
         }
         if role:
             settings["engine.role"] = role
-        return self._spec(name, "engine", settings, health=listen, num_threads=self._num_threads)
+        spec = self._spec(name, "engine", settings, health=listen, num_threads=self._num_threads)
+        return replace(spec, niceness=self._niceness())
+
+    def _niceness(self) -> int:
+        """Of engines."""
+        device = self._configured("engine.device") or "auto"
+        has_gpu = device == "cuda" or (device == "auto" and _NVIDIA.exists())
+        return 0 if self.options.simulated or has_gpu else self._settings.engine_niceness
 
     def _variables_of(self, model: ModelConfig) -> dict[str, str]:
         return {_variable(key): _toml(value) for key, value in self._settings_of(model).items()}

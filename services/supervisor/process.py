@@ -47,6 +47,8 @@ class ProcessSpec:
     drain_limit_s: float = 30.0
     # Scheduled so that it does not interrupt others when it is woken (SCHED_BATCH).
     is_batch: bool = False
+    # How far it gives way to the other processes where processors are short, as nice(1) counts.
+    niceness: int = 0
 
 
 class _LoadingLine(msgspec.Struct):
@@ -116,7 +118,9 @@ class ChildProcess:
                     stdout=input_of_child,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=die_with_parent(signal.SIGKILL, is_batch=self.spec.is_batch),
+                    preexec_fn=die_with_parent(
+                        signal.SIGKILL, is_batch=self.spec.is_batch, niceness=self.spec.niceness
+                    ),
                 )
         except BaseException:
             os.close(output)
@@ -234,9 +238,12 @@ def _look_for_ready(lines: list[bytes], ready: asyncio.Future[dict[str, str]]) -
             ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
 
 
-def die_with_parent(last: signal.Signals, *, is_batch: bool = False) -> Callable[[], None] | None:
+def die_with_parent(
+    last: signal.Signals, *, is_batch: bool = False, niceness: int = 0
+) -> Callable[[], None] | None:
     """What a child does before it runs (preexec_fn): asks the kernel to be sent `last` when its parent ends,
-    and to be scheduled as SCHED_BATCH, threads and children included, where it `is_batch`.
+    and to be scheduled as SCHED_BATCH, threads and children included, where it `is_batch`, and by its
+    `niceness`.
 
     Without it a supervisor that is killed with SIGKILL leaves the stack behind, and a killed test the
     supervisor.
@@ -255,5 +262,17 @@ def die_with_parent(last: signal.Signals, *, is_batch: bool = False) -> Callable
             # A sandbox may forbid it, and nothing depends on it.
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if niceness:
+            _give_way(niceness)
 
     return prepare
+
+
+def _give_way(niceness: int) -> None:
+    """Among the processes of its session, and, where the kernel shares processors among sessions first
+    (autogroups, sched(7)), its session among the others.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(niceness)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(niceness))

@@ -359,6 +359,23 @@ def test_the_default_configuration_is_accepted(tmp_path: Path, model: Path) -> N
 @pytest.mark.parametrize(
     ("config", "simulated", "expected"),
     [
+        ('[engine]\ndevice = "cpu"', False, 5),
+        ('[engine]\ndevice = "cpu"\n[supervisor]\nengine_niceness = 0', False, 0),
+        ('[engine]\ndevice = "cpu"', True, 0),
+        ('[engine]\ndevice = "cuda"', False, 0),
+    ],
+)
+def test_engines_on_processors_give_way_to_all_others(
+    tmp_path: Path, model: Path, config: str, simulated: bool, expected: int
+) -> None:
+    layout = plan(tmp_path, model, config, simulated=simulated)
+    told = {spec.name: spec.niceness for spec in layout.processes}
+    assert {name: each for name, each in told.items() if each} == ({"engine-0": expected} if expected else {})
+
+
+@pytest.mark.parametrize(
+    ("config", "simulated", "expected"),
+    [
         ("", True, True),
         # Its threads would be waited for at every hop.
         ("", False, False),

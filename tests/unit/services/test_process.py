@@ -233,6 +233,30 @@ async def test_scheduling_is_that_of_all_threads_and_children(tmp_path: Path, is
     await part.wait()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own")
+async def test_a_process_gives_way_with_all_that_it_starts(tmp_path: Path) -> None:
+    part = child(
+        tmp_path,
+        """
+        import os, subprocess, sys
+        from pathlib import Path
+        group = Path("/proc/self/autogroup")
+        ask = [sys.executable, "-c", "import os; print(os.nice(0))"]
+        below = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        shared = group.read_text().split()[-1] if group.exists() else os.nice(0)
+        print(f"ready part own={os.nice(0)} child={below} session={shared}", flush=True)
+        """,
+        niceness=7,
+    )
+    before = os.nice(0)
+    await part.start()
+    told = await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    expected = str(min(19, before + 7))
+    assert told == {"own": expected, "child": expected, "session": "7"}
+    assert os.nice(0) == before
+    await part.wait()
+
+
 async def test_a_full_disk_keeps_nobody_from_starting() -> None:
     """More output than a pipe holds, for a log that takes none."""
     program = "print('x' * 300_000); print('ready part', flush=True); import time; time.sleep(600)"
