@@ -164,7 +164,7 @@ def _claude_environment(url: str, key: str, model: str, home: Path) -> dict[str,
 
 CLAUDE = Agent(
     name="claude-code",
-    npm=("@anthropic-ai/claude-code@2.1.197",),
+    npm=("@anthropic-ai/claude-code@2.1.332",),
     command=_claude,
     environment=_claude_environment,
     calls=[
