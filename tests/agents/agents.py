@@ -236,7 +236,86 @@ CODEX = Agent(
 # The same, each turn an event on a socket, continued from the one before it.
 CODEX_SOCKET = replace(CODEX, name="codex-websocket", command=partial(_codex, websockets=True), method="GET")
 
-AGENTS = (OPENCODE, CLAUDE, CODEX, CODEX_SOCKET)
+# --- Qwen Code: chat completions ---
+
+
+def _qwen(packages: Path, url: str, key: str, model: str, home: Path) -> list[str]:
+    return [str(packages / ".bin/qwen"), "--yolo", "--auth-type", "openai", "-p", PROMPT]
+
+
+def _qwen_environment(url: str, key: str, model: str, home: Path) -> dict[str, str]:
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+
+
+def _qwen_shell(command: str) -> tuple[str, Mapping[str, object]]:
+    return "run_shell_command", {"command": command}
+
+
+QWEN = Agent(
+    name="qwen-code",
+    npm=("@qwen-code/qwen-code@0.24.4",),
+    command=_qwen,
+    environment=_qwen_environment,
+    calls=[
+        ("write_file", {"file_path": "FOLDER/mill.py", "content": _WRONG}),
+        _qwen_shell("python3 mill.py"),
+        ("read_file", {"file_path": "FOLDER/mill.py"}),
+        ("edit", {"file_path": "FOLDER/mill.py", "old_string": "return 41", "new_string": "return 42"}),
+        _qwen_shell("python3 mill.py > out.txt; cat out.txt"),
+        ("write_file", {"file_path": "FOLDER/notes.md", "content": _NOTES}),
+        ("read_file", {"file_path": "FOLDER/notes.md"}),
+        ("edit", {"file_path": "FOLDER/notes.md", "old_string": "braces }", "new_string": "both {} "}),
+        _qwen_shell("cat out.txt notes.md | wc -l > lines.txt"),
+        _qwen_shell("cat lines.txt"),
+    ],
+)
+
+# --- pi: whichever of the three it is told ---
+
+
+def _pi(api: str, packages: Path, url: str, key: str, model: str, home: Path) -> list[str]:
+    of_model = {"id": model, "name": model, "contextWindow": 200_000, "maxTokens": 4096}
+    base = url if api == "anthropic-messages" else f"{url}/v1"
+    provider = {"baseUrl": base, "api": api, "apiKey": key, "models": [of_model]}
+    (home / "models.json").write_text(json.dumps({"providers": {"millrace": provider}}), encoding="utf-8")
+    asked = ("--provider", "millrace", "--model", model, "--no-session")
+    return [str(packages / ".bin/pi"), "-p", PROMPT, *asked]
+
+
+def _pi_environment(url: str, key: str, model: str, home: Path) -> dict[str, str]:
+    return {"PI_CODING_AGENT_DIR": str(home), "PI_OFFLINE": "1"}
+
+
+def _pi_edit(file: str, old: str, new: str) -> tuple[str, Mapping[str, object]]:
+    return "edit", {"path": f"FOLDER/{file}", "edits": [{"oldText": old, "newText": new}]}
+
+
+def _pi_bash(command: str) -> tuple[str, Mapping[str, object]]:
+    return "bash", {"command": command}
+
+
+PI = Agent(
+    name="pi",
+    npm=("@mariozechner/pi-coding-agent@0.73.1",),
+    command=partial(_pi, "openai-completions"),
+    environment=_pi_environment,
+    calls=[
+        ("write", {"path": "FOLDER/mill.py", "content": _WRONG}),
+        _pi_bash("python3 mill.py"),
+        ("read", {"path": "FOLDER/mill.py"}),
+        _pi_edit("mill.py", "return 41", "return 42"),
+        _pi_bash("python3 mill.py > out.txt; cat out.txt"),
+        ("write", {"path": "FOLDER/notes.md", "content": _NOTES}),
+        ("read", {"path": "FOLDER/notes.md"}),
+        _pi_edit("notes.md", "braces }", "both {} "),
+        _pi_bash("cat out.txt notes.md | wc -l > lines.txt"),
+        _pi_bash("cat lines.txt"),
+    ],
+)
+PI_MESSAGES = replace(PI, name="pi-messages", command=partial(_pi, "anthropic-messages"))
+PI_RESPONSES = replace(PI, name="pi-responses", command=partial(_pi, "openai-responses"))
+
+AGENTS = (OPENCODE, CLAUDE, CODEX, CODEX_SOCKET, QWEN, PI, PI_MESSAGES, PI_RESPONSES)
 # Where their turns go.
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 # What every agent leaves.
