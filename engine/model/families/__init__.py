@@ -22,6 +22,7 @@ from engine.model.families import (  # noqa: F401
     bamba,
     bert,
     cohere,
+    cwm,
     deepseek,
     dots1,
     ernie4_5,
@@ -36,7 +37,9 @@ from engine.model.families import (  # noqa: F401
     gpt_oss,
     granite,
     gte,
+    helium,
     hunyuan,
+    jais2,
     lfm2,
     llama,
     llama4,
@@ -58,8 +61,10 @@ from engine.model.families import (  # noqa: F401
     recurrent_gemma,
     seed_oss,
     smollm3,
+    solar_open,
     stablelm,
     starcoder2,
+    youtu,
 )
 from engine.model.families.base import FAMILIES, Family
 from engine.model.gguf_config import gguf_reader, gguf_scheme

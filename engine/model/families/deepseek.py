@@ -91,7 +91,9 @@ def corrected_routing(
     }
 
 
-def routed_experts(config: ConfigReader, routing: dict[str, Any], *, default_dense: int = 0) -> ExpertSpec:
+def routed_experts(
+    config: ConfigReader, routing: dict[str, Any], *, default_dense: int = 0, default_scaling: float = 1.0
+) -> ExpertSpec:
     """Experts beside shared ones, but for the first layers."""
     size = config.count("moe_intermediate_size")
     first = config.integer("first_k_dense_replace", default_dense)
@@ -100,7 +102,7 @@ def routed_experts(config: ConfigReader, routing: dict[str, Any], *, default_den
         num_active=config.count("num_experts_per_tok"),
         intermediate_size=size,
         layers=tuple(range(first, config.count("num_hidden_layers"))),
-        scaling=config.number("routed_scaling_factor", 1.0),
+        scaling=config.number("routed_scaling_factor", default_scaling),
         shared_intermediate_size=size * config.integer("n_shared_experts", 0),
         **routing,
     )
@@ -129,9 +131,14 @@ def prediction(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_latent(
-    config: ConfigReader, experts: ExpertSpec, *, interleaved: bool, default_eps: float = 1e-6
+    config: ConfigReader,
+    experts: ExpertSpec | None,
+    *,
+    interleaved: bool,
+    default_eps: float = 1e-6,
+    **overrides: Any,
 ) -> ModelSpec:
-    """Latent attention, and those experts."""
+    """Latent attention, and those experts; `overrides` as `decoder_spec` has them."""
     latent = LatentSpec(
         query_rank=config.optional_integer("q_lora_rank") or 0,
         kv_rank=config.count("kv_lora_rank", 512),
@@ -150,7 +157,7 @@ def read_latent(
         **attention_biases(config),
         latent=latent,
         experts=experts,
-        **prediction(config),
+        **prediction(config) | overrides,
     )
 
 

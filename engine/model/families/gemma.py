@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import activation, attention_biases, decoder_spec, family, windows_of
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, TensorNames
 
 
 @family("GemmaForCausalLM")
@@ -27,6 +29,17 @@ def read_gemma(config: ConfigReader) -> ModelSpec:
             "norm_placement": "pre",
         },
     )
+
+
+_BEFORE_ALONE = TensorNames(
+    renamed=((r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."),),
+)
+
+
+@family("VaultGemmaForCausalLM")
+def read_vault(config: ConfigReader) -> ModelSpec:
+    """Gemma 2 without norms after the half layers."""
+    return msgspec.structs.replace(read_gemma2(config), norm_placement="pre", names=_BEFORE_ALONE)
 
 
 @family("Gemma2ForCausalLM")

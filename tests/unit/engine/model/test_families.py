@@ -54,6 +54,14 @@ CORRECTED = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+# What DeepSeek has beyond latent attention.
+NOT_OF_DENSE = {"first_k_dense_replace", "moe_intermediate_size", "n_shared_experts", "num_hidden_layers"}
+CORRECTED_EXAONE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "num_shared_experts": 2,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.4,
@@ -303,6 +311,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dots1": ("dots1", CORRECTED),
+    "cwm": (
+        "cwm",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "rope_parameters": LLAMA3,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "helium": ("helium", {"head_dim": 12}),
+    "jais2": ("jais2", {"head_dim": 12}),
+    "youtu": (
+        "youtu",
+        {key: value for key, value in DEEPSEEK.items() if key not in NOT_OF_DENSE} | {"num_hidden_layers": 2},
+    ),
+    "solar-open": ("solar_open", CORRECTED | {"head_dim": 12}),
+    "exaone-moe": (
+        "exaone_moe",
+        CORRECTED_EXAONE | {"sliding_window": 9, "sliding_window_pattern": 2, "num_hidden_layers": 4},
+    ),
+    "vaultgemma": (
+        "vaultgemma",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4},
+    ),
+    "granite-swa": (
+        "granite_swa",
+        GRANITE
+        | {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "layer_rope_theta": [0, 10_000.0, 500.0, 10_000.0, 0],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-moe-swa": (
+        "granitemoe_swa",
+        GRANITE
+        | {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "hyperclovax": (
+        "hyperclovax",
+        GRANITE | {"residual_multiplier": 1.0},
+    ),
+    "hyperclovax-before-alone": (
+        "hyperclovax",
+        GRANITE | {"use_post_norm": False},
+    ),
     "arcee": ("arcee", {"mlp_bias": True}),
     "apertus": (
         "apertus",
@@ -464,6 +526,9 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("minimax-m2", {"attn_type_list": [1, 0]}),
         ("granite-hybrid", {"layer_types": ["attention", "rwkv"]}),
         ("dots1", {"moe_layer_freq": 2}),
+        ("granite-swa", {"layer_rope_theta": [0, 10_000.0]}),
+        ("granite-swa", {"layer_rope_theta": [0, -1.0, 1, 1, 1]}),
+        ("hyperclovax", {"residual_multiplier": 0.5}),
         ("starcoder2", {"norm_type": "rms_norm"}),
         ("mistral3-seeing", {"text_config": {"model_type": "mamba"}}),
     ],
