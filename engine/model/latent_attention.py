@@ -74,6 +74,9 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
             RowNorm(cast("Tensor", attention.query_norm), INNER_NORM_EPS),
         )
     q = multiply(attention.query_up, inner, step.adapters).view(x.shape[0], attention.num_heads, -1)
+    scales = step.query_scales[attention.rope]
+    if scales is not None:
+        q = q * scales[:, None, None].to(q.dtype)
     down = multiply(attention.down, x, step.adapters)
     cos, sin = step.rotations[attention.rope]
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)

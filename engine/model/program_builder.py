@@ -439,7 +439,7 @@ class ProgramBuilder:
         values = self.buffer("values", heads * latent.value_dim)
         self.product(attention.query_up, self._query_input(attention, x), q, False)
         self.product(attention.down, x, down, False)
-        cos, sin = self.model.ropes[attention.rope]
+        (cos, sin), scales = self.model.ropes[attention.rope], self.model.query_scales[attention.rope]
         args = LatentCacheArgs(
             step=self._step_of(cache),
             down=address_of(down),
@@ -454,8 +454,9 @@ class ProgramBuilder:
             rotary_dim=latent.rope_dim,
             interleaved=int(attention.interleaved),
             eps=INNER_NORM_EPS,
+            q_scales=_address(scales),
         )
-        self.add("latent_cache", args, attention, cos, sin)
+        self.add("latent_cache", args, attention, cos, sin, scales)
         self._copy_slots(cache)
         self.head_product(q, attention.key_up, queries)
         self.attend(attention, cache, 1, queries, mixed)

@@ -242,6 +242,11 @@ extern "C" void latent_cache(const LatentCacheArgs& args, int thread, int num_th
       float* to = args.queries + at * wide + rank;
       std::memcpy(to, args.q + at * query + args.nope_dim, sizeof(float) * rotary);
       rotate(to, cos, sin, half, args.interleaved);
+      if (args.q_scales) {
+        const float scale = args.q_scales[step.positions[token]];
+        multiply(args.q + at * query, scale, args.nope_dim);
+        multiply(to, scale, rotary);
+      }
     }
   }
 }

@@ -43,7 +43,7 @@ struct LatentCacheArgs {
   const Step* step;
   const float* down;         // [T, C + R]: latent, key part before rotation
   const float* latent_norm;  // [C]
-  const float* q;            // [T, H, N + R] before rotation
+  float* q;                  // [T, H, N + R] before rotation; with q_scales the first N are multiplied in place
   float* queries;            // [T, H, C + R]: this op writes the last R elements, rotated
   const float* cos;          // [L, R / 2]
   const float* sin;          // [L, R / 2]
@@ -53,6 +53,7 @@ struct LatentCacheArgs {
   int64_t rotary_dim;        // R
   int64_t interleaved;
   float eps;
+  const float* q_scales;     // [L], what a position's queries are multiplied by, or null
 };
 
 // Small products per head, in float32, for the absorbed projections of latent attention:

@@ -1,5 +1,5 @@
-"""Mistral, Llama with a sliding window in every layer; Ministral, with one in some; Ministral 3, whose
-queries grow with their positions; and Mixtral, which has experts.
+"""Mistral, Llama with a sliding window in every layer; Ministral, with one in some; Ministral 3 and Mistral
+Small 4, whose queries grow with their positions; and Mixtral, which has experts.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, windows_of
-from engine.model.spec import ExpertSpec, ModelSpec, QueryGrowth
+from engine.model.families.deepseek import corrected_routing, read_latent, routed_experts
+from engine.model.spec import ExpertSpec, ModelSpec, QueryGrowth, RopeSpec
 
 
 @family("MistralForCausalLM")
@@ -29,13 +30,35 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
 def read_ministral3(config: ConfigReader) -> ModelSpec:
     """Ministral 3 and Mistral Small 4's kin."""
     head_dim = config.count("head_dim", 128)
-    rope = config.rope(head_dim, default_theta=1_000_000.0)
+    rope = _growing(config, config.rope(head_dim, default_theta=1_000_000.0))
+    return decoder_spec(config, default_eps=1e-5, head_dim=head_dim, ropes=(rope,), windows=_windows(config))
+
+
+@family("Mistral4ForCausalLM")
+def read_mistral4(config: ConfigReader) -> ModelSpec:
+    """Mistral Small 4: DeepSeek's latent attention and experts, chosen by softmax."""
+    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling")
+    if isinstance(rotation, dict):
+        # A share of queries and keys, of which the other part is a tensor of its own here.
+        rotation = {key: value for key, value in rotation.items() if key != "partial_rotary_factor"}
+        values = {**config.values, "rope_parameters": rotation}
+        config = ConfigReader(values, config.source).without("rope_scaling")
+    routing = corrected_routing(config, num_groups=1, num_active_groups=1)
+    routing |= {"scoring": "softmax", "correction_bias": False}
+    experts = routed_experts(config, routing)
+    spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
+    (rope,) = spec.ropes
+    return msgspec.structs.replace(spec, ropes=(_growing(config, rope),))
+
+
+def _growing(config: ConfigReader, rope: RopeSpec) -> RopeSpec:
+    """The rotation with the growth of queries that stands beside it."""
     parameters = ConfigReader(rope.parameters, f"{config.source}: rope_parameters")
     beta = parameters.number("llama_4_scaling_beta", 0.0)
-    if beta:
-        length = parameters.count("original_max_position_embeddings")
-        rope = msgspec.structs.replace(rope, query_growth=QueryGrowth(beta=beta, length=length))
-    return decoder_spec(config, default_eps=1e-5, head_dim=head_dim, ropes=(rope,), windows=_windows(config))
+    if not beta:
+        return rope
+    length = parameters.count("original_max_position_embeddings")
+    return msgspec.structs.replace(rope, query_growth=QueryGrowth(beta=beta, length=length))
 
 
 @family("MixtralForCausalLM")

@@ -43,6 +43,10 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Text models that transformers has among those that see.
+IN_WHOLES = ("mistral4",)
+
+
 def make_checkpoint(
     folder: Path, model_type: str, *, seed: int = 0, **changes: Any
 ) -> transformers.PreTrainedModel:
@@ -55,6 +59,8 @@ def make_checkpoint(
     if "text_config" in changes:
         # A model that sees, whose text model has a configuration of its own.
         values = changes | {"text_config": SMALL | changes["text_config"]}
+        auto = transformers.AutoModelForImageTextToText
+    elif model_type in IN_WHOLES:
         auto = transformers.AutoModelForImageTextToText
     config = transformers.AutoConfig.for_model(model_type, **values)
     torch.manual_seed(seed)

@@ -311,6 +311,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dots1": ("dots1", CORRECTED),
+    "mistral4": (
+        "mistral4",
+        DEEPSEEK
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.3,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "cwm": (
         "cwm",
         {
