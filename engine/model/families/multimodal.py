@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import FAMILIES, Family, family
+from engine.model.families.base import FAMILIES, Family, family, head_size
 from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 
 # Kind of text model, as its own configuration names it, to what reads it.
@@ -21,12 +21,21 @@ _TEXT_MODELS = {
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -57,28 +66,55 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _PREFIXES = (
-    (r"^(model\.)?language_model\.(model\.)?", "model."),
+    (r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
-    r"mtp\.|(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|"
-    r"embed_audio)\."
+    r"mtp\.|(model\.)?(vision_tower|vision_model|vision_encoder|visual|visual_embeddings_table|connector|"
+    r"multi_modal_projector|mm_projector|projector|vision_projector|vision_projection|image_tower|video_tower|aligner|mlp1|merger|audio_tower|embed_vision|"
+    r"embed_audio|image_newline)(\.|$)"
 )
 WHOLES = (
     "AyaVisionForConditionalGeneration",
+    "DeepseekVLForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "FastVlmForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Ovis2ForConditionalGeneration",
+    "QianfanOCRForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    "VideoLlama3ForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
 )
 
 
@@ -93,6 +129,9 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
     # The head belongs to the whole.
     tied = {key: config.values[key] for key in ("tie_word_embeddings",) if key in config.values}
     values = {**types, **_DEFAULTS.get(str(kind), {}), **text, **tied}
+    if kind == "glm4v_text" and values.get("head_dim") is None:
+        # GLM-4 would have 128.
+        values["head_dim"] = head_size(ConfigReader(values, f"{config.source}: text_config"))
     spec = reader(ConfigReader(values, f"{config.source}: text_config"))
     if kind == "qwen3_vl_moe_text" and spec.experts is not None:
         # Its experts share tensors, and their weights sum to one whatever is said.
