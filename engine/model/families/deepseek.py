@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family
+from engine.model.families.base import attention_biases, decoder_spec, family, sparse_of
 from engine.model.layer_spec import IndexerSpec, PredictionSpec
 from engine.model.spec import (
     CheckpointError,
@@ -70,11 +70,7 @@ def read_v32(config: ConfigReader) -> ModelSpec:
 
 def listed_sparse(config: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
     """Experts in the layers that `mlp_layer_types` says, where it is there."""
-    layers = config.values.get("mlp_layer_types")
-    if layers is None:
-        return experts
-    sparse = tuple(index for index, kind in enumerate(layers) if kind == "sparse")
-    return msgspec.structs.replace(experts, layers=sparse)
+    return msgspec.structs.replace(experts, layers=sparse_of(config, experts.layers))
 
 
 def corrected_routing(
@@ -129,9 +125,9 @@ def prediction(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_latent(
-    config: ConfigReader, experts: ExpertSpec, *, interleaved: bool, default_eps: float = 1e-6
+    config: ConfigReader, experts: ExpertSpec | None, *, interleaved: bool, default_eps: float = 1e-6
 ) -> ModelSpec:
-    """Latent attention, and those experts."""
+    """Latent attention, and those experts if there are any."""
     latent = LatentSpec(
         query_rank=config.optional_integer("q_lora_rank") or 0,
         kv_rank=config.count("kv_lora_rank", 512),

@@ -202,7 +202,7 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
     if spec.state is not None:
         beside = " beside it" if set(spec.state.layers) <= set(spec.attending) else " in other layers"
         yield _STATES[spec.state.kind] + beside
-    if spec.attention_gate:
+    if spec.attention_gate != "none":
         yield "a gate behind it"
     yield from _positions(spec)
     if spec.qk_norm != "none":
