@@ -62,8 +62,8 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
         yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
         yield hidden, [latent.kv_rank + latent.rope_dim]
         yield spec.num_heads * latent.value_dim, [hidden]
-        if latent.indexer is not None:
-            indexer = latent.indexer
+        indexer = latent.indexer_of(index)
+        if indexer is not None:
             yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
             yield hidden, [indexer.head_dim]
             yield hidden, [indexer.num_heads]

@@ -22,6 +22,7 @@ from engine.model.weights import WeightReader
 from kernels.adapters.backends import AdapterStep
 from kernels.altup.reference import cut_off
 from kernels.attention.backends import AttentionBackend
+from kernels.attention.indexed import IndexQueries
 from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm, RowNorm
@@ -51,6 +52,8 @@ class StepContext:
     per_layer: Tensor | None = None
     # Where the sequences' states lie, as the back end wants it; None where the model has none.
     states: Any = None
+    # What the last indexer asked, and chose by it.
+    asked: IndexQueries | None = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
 

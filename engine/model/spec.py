@@ -144,6 +144,11 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Chooses the positions that are looked at; None: all are.
     indexer: IndexerSpec | None = None
 
+    def indexer_of(self, layer: int) -> IndexerSpec | None:
+        """That of a layer, if it has one."""
+        indexer = self.indexer
+        return None if indexer is None or layer in indexer.without else indexer
+
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
@@ -346,8 +351,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Layers that attend, and that have a feed-forward; None is all. Others have a state, or no such half.
     attention_layers: tuple[int, ...] | None = None
     feed_forward_layers: tuple[int, ...] | None = None
-    # A gate of each element, by whose sigmoid attention is multiplied: stored behind each head's query, or in a
-    # tensor of its own.
+    # A gate of each element, by whose sigmoid attention is multiplied: stored behind each head's query, or in
+    # another tensor.
     attention_gate: Literal["none", "by_head", "apart"] = "none"
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
@@ -450,7 +455,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if layer not in self.attending or self.cache_source(layer) != layer:
             return None
         if self.latent:
-            indexer = self.latent.indexer
+            indexer = self.latent.indexer_of(layer)
             return CacheShape(
                 num_heads=1,
                 key_dim=self.query_key_dim,

@@ -50,6 +50,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
+    "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
