@@ -62,8 +62,8 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
         yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
         yield hidden, [latent.kv_rank + latent.rope_dim]
         yield spec.num_heads * latent.value_dim, [hidden]
-        if latent.indexer is not None:
-            indexer = latent.indexer
+        indexer = latent.indexer_of(index)
+        if indexer is not None:
             yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
             yield hidden, [indexer.head_dim]
             yield hidden, [indexer.num_heads]
@@ -72,7 +72,8 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
     queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     sizes = [queries] if heads.cache_of is not None else [queries, keys]
     sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
-    if spec.fused_qkv != "by_head" and not spec.attention_gate:
+    sizes += [queries] * (spec.attention_gate == "apart")
+    if spec.fused_qkv != "by_head" and spec.attention_gate != "by_head":
         yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
     yield queries, [hidden]
 

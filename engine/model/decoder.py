@@ -78,6 +78,8 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     if spec.state is not None and index in spec.state.layers:
         placement = spec.state_norm_placement or placement
     before, after = NORM_NAMES[placement]
+    if spec.experts is not None and spec.experts.output_norm and index in spec.experts.layers:
+        after = (after[0], "post_feedforward_layernorm")
     if not (index or spec.first_norm):
         before = ("", before[1])
 

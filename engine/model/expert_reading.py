@@ -24,8 +24,8 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
     block, router = ROUTERS.get(experts.layout, ("mlp", "gate"))
     prefix, count = f"{layer_prefix}.{block}", experts.num_experts
     sparse = read_experts(weights, f"{prefix}.{router}", f"{prefix}.experts", spec)
-    if experts.correction_bias:
-        name = f"{prefix}.{router}.e_score_correction_bias"
+    name = f"{prefix}.{router}.e_score_correction_bias"
+    if experts.correction_bias and (weights.has(name) or not experts.may_lack_correction):
         shape = weights.shape(name) or (count,)
         sparse.correction = weights.keep(name, shape, dtype=torch.float32).view(count)
     if experts.shared_intermediate_size:
@@ -41,6 +41,10 @@ def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> Sp
         name = f"{prefix}.shared_experts_gate.weight"
         shape = weights.shape(name) or (1, spec.hidden_size)
         gate = weights.take(name, shape, dtype=torch.float32).view(1, -1)
+        sparse.shared_gate = Linear(weight=DenseWeight(values=gate))
+    elif experts.halves_shared:
+        # The sigmoid of 0, whatever it takes.
+        gate = torch.zeros((1, spec.hidden_size), dtype=torch.float32, device=weights.device)
         sparse.shared_gate = Linear(weight=DenseWeight(values=gate))
     return sparse
 

@@ -42,6 +42,7 @@ def read_indexer(weights: WeightReader, prefix: str, spec: ModelSpec) -> Indexer
         weights=read_linear(weights, [f"{prefix}.weights_proj"], [given.num_heads], hidden, False),
         num_heads=given.num_heads,
         num_chosen=given.num_chosen,
+        interleaved=given.interleaved,
     )
 
 
@@ -54,11 +55,11 @@ def ask(
     queries = multiply(indexer.query_up, latent, step.adapters).view(x.shape[0], indexer.num_heads, -1)
     scale = (indexer.num_heads * queries.shape[-1]) ** -0.5
     asked = IndexQueries(
-        queries=rotate(queries, cos, sin),
+        queries=rotate(queries, cos, sin, interleaved=indexer.interleaved),
         weights=multiply(indexer.weights, x, step.adapters).float() * scale,
         num_chosen=indexer.num_chosen,
     )
-    return asked, rotate(keys, cos, sin)
+    return asked, rotate(keys, cos, sin, interleaved=indexer.interleaved)
 
 
 def torch_attention(spec: ModelSpec, kind: type[Any] = BACKENDS["torch"]) -> Any:

@@ -59,7 +59,9 @@ def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int
         options=AttentionOptions(scale=spec.attention_scale, window=spec.windows[index]),
         rope=rope,
         interleaved=spec.ropes[rope].interleaved,
-        indexer=None if latent.indexer is None else read_indexer(weights, f"{prefix}.indexer", spec),
+        indexer=None
+        if latent.indexer_of(index) is None
+        else read_indexer(weights, f"{prefix}.indexer", spec),
     )
 
 
@@ -82,9 +84,10 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
     q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=attention.interleaved)
     k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=attention.interleaved)
     stored = norm(down[:, : latent.kv_rank], RowNorm(cast("Tensor", attention.latent_norm), INNER_NORM_EPS))
-    asked = index_keys = None
+    index_keys = None
     if attention.indexer is not None:
-        asked, index_keys = ask(attention.indexer, x, inner, (cos, sin), step)
+        step.asked, index_keys = ask(attention.indexer, x, inner, (cos, sin), step)
+    asked = step.asked
     cache.write(torch.cat((stored[:, None], k_turned), dim=-1), index_keys, step.slots_in(cache))
     plain = q[..., : latent.nope_dim].to(key_up.dtype).transpose(0, 1)  # [H, T, N]
     q_latent = batched(plain, key_up).transpose(0, 1)  # [T, H, R]

@@ -133,3 +133,7 @@ class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     head_dim: int
     num_chosen: int
+    # As of RopeSpec, of its queries and keys.
+    interleaved: bool = False
+    # Layers that have none, and look at what the last one before them has chosen.
+    without: tuple[int, ...] = ()

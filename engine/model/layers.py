@@ -22,6 +22,7 @@ from engine.model.weights import WeightReader
 from kernels.adapters.backends import AdapterStep
 from kernels.altup.reference import cut_off
 from kernels.attention.backends import AttentionBackend
+from kernels.attention.indexed import IndexQueries
 from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm, RowNorm
@@ -51,6 +52,8 @@ class StepContext:
     per_layer: Tensor | None = None
     # Where the sequences' states lie, as the back end wants it; None where the model has none.
     states: Any = None
+    # What the last indexer asked, and chose by it.
+    asked: IndexQueries | None = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
 
@@ -174,9 +177,11 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
     if spec.fused_qkv != "none":
         names, outputs = [f"{prefix}.qkv_proj"], [sum(sizes)]
     order = _from_heads(spec).to(weights.device) if spec.fused_qkv == "by_head" else None
-    if spec.attention_gate:
+    if spec.attention_gate == "by_head":
         outputs = [2 * sizes[0], *sizes[1:]]
         order = _gates_last(spec).to(weights.device)
+    elif spec.attention_gate == "apart":
+        names, outputs = [*names, f"{prefix}.gate_proj"], [*outputs, queries]
     rope = spec.rope_of_layer[index]
     attention = Attention(
         qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias, order),
@@ -195,7 +200,7 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         interleaved=spec.ropes[rope].interleaved,
         qk_norm="none",
         norm_last=spec.qk_norm_last,
-        gated=spec.attention_gate,
+        gated=spec.attention_gate != "none",
     )
     if spec.qk_norm != "none" and (spec.qk_norm != "unit" or spec.ropes[rope].rotary_dim):
         attention.qk_norm = "full" if spec.qk_norm == "full" else "head"

@@ -111,6 +111,7 @@ class Indexer:
     weights: Linear  # one number for each of its heads
     num_heads: int
     num_chosen: int
+    interleaved: bool
 
 
 @dataclass(kw_only=True)

@@ -351,7 +351,7 @@ def _never_cut(spec: ModelSpec) -> Iterator[str]:
         (bool(spec.layer_heads or spec.intermediate_sizes or spec.gate_cuts), "layers of different sizes"),
         (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
         (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),
-        (spec.attention_gate or spec.attention_sinks, "gates or sinks of heads"),
+        (spec.attention_gate != "none" or spec.attention_sinks, "gates or sinks of heads"),
         (spec.norms_all_heads, "norms over all heads together, or of each head's own"),
         (spec.up_first, "weights in another order or scale"),
     ):

@@ -144,6 +144,11 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Chooses the positions that are looked at; None: all are.
     indexer: IndexerSpec | None = None
 
+    def indexer_of(self, layer: int) -> IndexerSpec | None:
+        """That of a layer, if it has one."""
+        indexer = self.indexer
+        return None if indexer is None or layer in indexer.without else indexer
+
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
@@ -199,12 +204,17 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     intermediate_size: int
     # Layers whose feed-forward is sparse.
     layers: tuple[int, ...]
-    # A learned bias takes part in the choice, not in the weights.
+    # A learned bias takes part in the choice, not in the weights; and whether checkpoints may have none.
     correction_bias: bool = False
+    may_lack_correction: bool = False
     # Width of the feed-forward that every token passes; 0 is none.
     shared_intermediate_size: int = 0
     # Whether that is multiplied by the sigmoid of a gate of its own, one number for each token.
     shared_gate: bool = False
+    # Whether it counts half, without any such gate.
+    halves_shared: bool = False
+    # Whether what both give is normed.
+    output_norm: bool = False
     # Names of tensors: "separate" (gate_proj, up_proj, down_proj) or "mixtral" (w1, w3, w2); or all experts
     # in one tensor each: "stacked" (outputs first), "inputs_first", or "gpt_oss" (that, gate and up taking
     # turns, with biases).
@@ -341,8 +351,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Layers that attend, and that have a feed-forward; None is all. Others have a state, or no such half.
     attention_layers: tuple[int, ...] | None = None
     feed_forward_layers: tuple[int, ...] | None = None
-    # Whether attention is multiplied by the sigmoid of a gate, which is stored behind each head's query.
-    attention_gate: bool = False
+    # A gate of each element, by whose sigmoid attention is multiplied: stored behind each head's query, or in
+    # another tensor.
+    attention_gate: Literal["none", "by_head", "apart"] = "none"
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
     # How the model pools what it has read; None where it generates.
@@ -444,7 +455,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if layer not in self.attending or self.cache_source(layer) != layer:
             return None
         if self.latent:
-            indexer = self.latent.indexer
+            indexer = self.latent.indexer_of(layer)
             return CacheShape(
                 num_heads=1,
                 key_dim=self.query_key_dim,

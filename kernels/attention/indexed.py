@@ -11,7 +11,7 @@ Q tokens of a tile, M rows of a tile, C tokens of a chunk, L history, A chosen p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class IndexQueries:
     # Of each head, its scale and that of the scores included.
     weights: Tensor  # [T, I]
     num_chosen: int
+    # Once it has answered, whether each query attends to a position: [B, Q, L] of each plan's tiles.
+    chosen: list[Tensor] = field(default_factory=list)
 
 
 class IndexedAttention:
@@ -48,10 +50,14 @@ class IndexedAttention:
     def run_indexed(
         self, plan: StepPlan, q: Tensor, index: IndexQueries, cache: LayerCache, options: AttentionOptions
     ) -> Tensor:
-        """q [T, H, D] (T may be padded) -> [T, H, E]."""
+        """q [T, H, D] (T may be padded) -> [T, H, E]. What `index` has not chosen yet, for a layer before,
+        is chosen by the keys of this one.
+        """
         out = q.new_zeros(q.shape[0], q.shape[1], cache.shared_value_dim)
-        for tiles in plan.of(Reach()):
-            chosen = _chosen(tiles, index, cache)
+        plans = plan.of(Reach())
+        if not index.chosen:
+            index.chosen = [_chosen(tiles, index, cache) for tiles in plans]
+        for tiles, chosen in zip(plans, index.chosen, strict=True):
             rows = self._attend(tiles, q, cache, options, chosen)
             # Repeated tokens carry equal rows, so it does not matter which of them is written last.
             out[tiles.tokens] = rows.to(q.dtype)

@@ -17,8 +17,10 @@ from checkpoint.pooling import read_pooling
 from checkpoint.vocabulary import read_token_ids
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (  # noqa: F401
+    afmoe,
     apertus,
     arcee,
+    axk1,
     bamba,
     bert,
     cohere,
@@ -39,10 +41,13 @@ from engine.model.families import (  # noqa: F401
     gte,
     helium,
     hunyuan,
+    hy_v3,
     jais2,
     lfm2,
     llama,
     llama4,
+    mellum,
+    minicpm3,
     minimax_m2,
     mistral,
     modernbert,

@@ -150,3 +150,36 @@ def windows_of(config: ConfigReader, *, default: list[bool], window: int | None)
     if any(slides) and window is None:
         raise CheckpointError(f"{config.source}: sliding layers need sliding_window")
     return tuple(window if slide else None for slide in slides)
+
+
+def ropes_by_kind(
+    config: ConfigReader,
+    head_dim: int,
+    windows: Sequence[int | None],
+    *,
+    thetas: tuple[float, float] = (10_000.0, 10_000.0),
+    partials: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Any]:
+    """A rotation of layers that look at everything, and one of those with a window; both have defaults in
+    that order.
+    """
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "ropes": tuple(
+            config.rope(head_dim, layer_type=kind, default_theta=theta, default_partial=partial)
+            for kind, theta, partial in zip(kinds, thetas, partials, strict=True)
+        ),
+        "rope_of_layer": tuple(0 if window is None else 1 for window in windows),
+    }
+
+
+def sparse_of(config: ConfigReader, default: Sequence[int]) -> tuple[int, ...]:
+    """Layers with experts: those that `mlp_layer_types` calls so, or else the default."""
+    kinds, num_layers = config.values.get("mlp_layer_types"), config.count("num_hidden_layers")
+    if kinds is None:
+        return tuple(default)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise CheckpointError(
+            f"{config.source}: mlp_layer_types must name {num_layers} layers dense or sparse, got {kinds!r}"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family
+from engine.model.families.base import attention_biases, decoder_spec, family, sparse_of
 from engine.model.layer_spec import IndexerSpec, PredictionSpec
 from engine.model.spec import (
     CheckpointError,
@@ -43,22 +43,28 @@ def read_v3(config: ConfigReader) -> ModelSpec:
 @family("DeepseekV32ForCausalLM")
 def read_v32(config: ConfigReader) -> ModelSpec:
     """V3 with an indexer, by which attention looks at the positions that matter most."""
+    routing = corrected_routing(config, num_groups=8, num_active_groups=4)
+    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
+    spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
+    return with_indexer(config, spec, num_heads=64)
+
+
+def with_indexer(config: ConfigReader, spec: ModelSpec, *, num_heads: int, **fields: Any) -> ModelSpec:
+    """A model of latent attention with an indexer; `num_heads` is by default, `fields` are IndexerSpec's."""
     kinds = config.values.get("layer_types") or ["indexed_attention"]
     if not isinstance(kinds, list) or set(map(str, kinds)) != {"indexed_attention"}:
         raise CheckpointError(
             f"{config.source}: layer_types = {kinds!r} is not supported, only 'indexed_attention'"
         )
-    routing = corrected_routing(config, num_groups=8, num_active_groups=4)
-    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
-    spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
     latent = spec.latent
     assert latent is not None, "it has latent attention"
     if not latent.query_rank:
         raise CheckpointError(f"{config.source}: q_lora_rank is missing: the indexer reads latent queries")
     indexer = IndexerSpec(
-        num_heads=config.count("index_n_heads", 64),
+        num_heads=config.count("index_n_heads", num_heads),
         head_dim=config.count("index_head_dim", 128),
         num_chosen=config.count("index_topk", 2048),
+        **fields,
     )
     if indexer.head_dim < latent.rope_dim:
         raise CheckpointError(
@@ -70,11 +76,7 @@ def read_v32(config: ConfigReader) -> ModelSpec:
 
 def listed_sparse(config: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
     """Experts in the layers that `mlp_layer_types` says, where it is there."""
-    layers = config.values.get("mlp_layer_types")
-    if layers is None:
-        return experts
-    sparse = tuple(index for index, kind in enumerate(layers) if kind == "sparse")
-    return msgspec.structs.replace(experts, layers=sparse)
+    return msgspec.structs.replace(experts, layers=sparse_of(config, experts.layers))
 
 
 def corrected_routing(

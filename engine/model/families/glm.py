@@ -1,4 +1,6 @@
-"""GLM 4 and later: a part of each head is rotated; dense, with experts, and with latent attention besides."""
+"""GLM 4 and later: a part of each head is rotated; dense, with experts, and with latent attention besides,
+whose positions an indexer may choose.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from engine.model.families.deepseek import (
     prediction,
     read_latent,
     routed_experts,
+    with_indexer,
 )
-from engine.model.spec import ModelSpec, TensorNames
+from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 
 _SANDWICH = TensorNames(
     renamed=(
@@ -58,6 +61,43 @@ def read_lite(config: ConfigReader) -> ModelSpec:
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     experts = listed_sparse(config, routed_experts(config, routing, default_dense=1))
     return read_latent(config, experts, interleaved=config.flag("rope_interleave", True), default_eps=1e-5)
+
+
+@family("GlmMoeDsaForCausalLM")
+def read_indexed(config: ConfigReader) -> ModelSpec:
+    """GLM-5: attention over positions that an indexer chooses, in some layers for those behind them."""
+    routing = corrected_routing(config, num_groups=1, num_active_groups=1)
+    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
+    spec = read_latent(config, experts, interleaved=True, default_eps=1e-5)
+    return with_indexer(config, spec, num_heads=32, interleaved=True, without=_sharing(config))
+
+
+def _sharing(config: ConfigReader) -> tuple[int, ...]:
+    """Layers without an indexer: those that `indexer_types` calls shared, or a pattern's letter S; or all but
+    every so many.
+    """
+    num_layers = config.count("num_hidden_layers")
+    key = "indexer_types" if config.values.get("indexer_types") is not None else "index_topk_pattern"
+    given = kinds = config.values.get(key)
+    if kinds is None:
+        every, offset = (
+            max(config.integer("index_topk_freq", 1), 1),
+            config.integer("index_skip_topk_offset", 2),
+        )
+        kinds = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(num_layers)]
+    if isinstance(kinds, str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in kinds]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not set(map(str, kinds)) <= {"full", "shared"}
+    ):
+        raise CheckpointError(
+            f"{config.source}: {key} must name {num_layers} layers full or shared, got {given!r}"
+        )
+    if kinds[0] == "shared":
+        raise CheckpointError(f"{config.source}: {key}: no layer before the first one chooses for it")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
 
 
 def _dense(config: ConfigReader) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _read(config: ConfigReader, layout: Literal["by_group", "separate"], **field
         ropes=(config.rope(head_dim, default_partial=0.25),),
         qk_norm="head",
         norm_offset=True,
-        attention_gate=True,
+        attention_gate="by_head",
         state=state,
         attention_layers=attending,
         names=_NAMES,

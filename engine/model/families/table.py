@@ -50,6 +50,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
+    "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
@@ -202,7 +203,7 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
     if spec.state is not None:
         beside = " beside it" if set(spec.state.layers) <= set(spec.attending) else " in other layers"
         yield _STATES[spec.state.kind] + beside
-    if spec.attention_gate:
+    if spec.attention_gate != "none":
         yield "a gate behind it"
     yield from _positions(spec)
     if spec.qk_norm != "none":

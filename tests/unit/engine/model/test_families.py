@@ -17,6 +17,7 @@ from tests.unit.engine.checkpoints import edit_config, make_checkpoint, referenc
 from tests.unit.engine.model.equality import assert_equals_transformers
 from tests.unit.engine.model.gemma_cases import CASES as GEMMA_CASES
 from tests.unit.engine.model.hybrids import HYBRIDS
+from tests.unit.engine.model.newer_cases import CASES as NEWER_CASES
 from tests.unit.engine.runner.driver import Job, generated, prompt_of
 
 LLAMA3 = {
@@ -407,6 +408,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     **GEMMA_CASES,
     **HYBRIDS,
+    **NEWER_CASES,
 }
 
 
@@ -448,6 +450,12 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("granite-swa", {"layer_rope_theta": [0, -1.0, 1, 1, 1]}),
         ("hyperclovax", {"residual_multiplier": 0.5}),
         ("starcoder2", {"norm_type": "rms_norm"}),
+        ("afmoe", {"attention_bias": True}),
+        ("axk1", {"q_lora_rank": 0}),
+        ("cohere2-moe", {"expert_selection_fn": "sinkhorn"}),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "max"}),
+        ("mellum", {"mlp_layer_types": ["sparse", "linear"]}),
+        ("minicpm3", {"scale_depth": 0}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2: attention over the positions that an indexer chooses equals transformers', and its keys are
-in the memory plan.
+"""DeepSeek-V3.2 and GLM-5: attention over the positions that an indexer chooses equals transformers', and its
+keys are in the memory plan.
 """
 
 from __future__ import annotations
@@ -44,6 +44,44 @@ def test_equals_transformers(num_chosen: int, tmp_path: Path) -> None:
     assert_equals_transformers(tmp_path, oracle, ways=(TORCH, ({}, 1000)))
 
 
+@pytest.mark.parametrize("changes", [{}, {"indexer_types": ["full", "shared", "shared"]}])
+def test_layers_may_take_what_others_chose(changes: dict[str, Any], tmp_path: Path) -> None:
+    """GLM-5, whose indexer rotates other pairs."""
+    # With few heads some positions have scores of zero, as below.
+    oracle = make_checkpoint(tmp_path, "glm_moe_dsa", **DEEPSEEK | {"index_n_heads": 24} | changes)
+    assert_equals_transformers(tmp_path, oracle, ways=(TORCH, ({}, 1000)))
+    keys = changes.get("indexer_types", ["full"] * 3).count("full")
+    assert kv_bytes_per_token(read_spec(tmp_path), "float32") == (3 * (16 + 8) + keys * 14) * 4
+
+
+def test_published_configurations_say_who_chooses_by_pattern_or_number(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "glm_moe_dsa", **DEEPSEEK | {"indexer_types": ["full", "full", "shared"]})
+    listed = read_spec(tmp_path)
+    for keys in (
+        {"index_topk_pattern": "FFS"},
+        {"index_topk_pattern": ["full", "full", "shared"]},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 2},
+    ):
+        edit_config(tmp_path, indexer_types=None, index_topk_pattern=None)
+        edit_config(tmp_path, **keys)
+        assert read_spec(tmp_path) == listed
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"indexer_types": ["full", "shared"]}, "indexer_types must name 3 layers"),
+        ({"indexer_types": ["full", "none", "full"]}, "indexer_types must name 3 layers"),
+        ({"indexer_types": ["shared", "full", "full"]}, "no layer before the first one"),
+    ],
+)
+def test_layers_that_nobody_chooses_for_are_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "glm_moe_dsa", **DEEPSEEK)
+    edit_config(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=said):
+        read_spec(tmp_path)
+
+
 def test_long_prompts_choose_over_all_pieces(tmp_path: Path) -> None:
     # With few heads some queries score all positions with zeros, of which transformers takes any.
     changes = {"index_topk": 20, "index_n_heads": 24, "max_position_embeddings": 1024}
@@ -54,8 +92,14 @@ def test_long_prompts_choose_over_all_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "w8a8"])
-def test_its_products_are_quantized_as_others(quantize: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "deepseek_v32", **DEEPSEEK)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("deepseek_v32", {}), ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]})],
+)
+def test_its_products_are_quantized_as_others(
+    model_type: str, changes: dict[str, Any], quantize: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, model_type, **DEEPSEEK | changes)
     (job,) = generated(tmp_path, [Job(prompt_of(20, 199), num_tokens=3)], quantize=quantize)
     assert len(job.output) == 3
 
