@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from contract.retention import Retention
-from engine.config import CacheConfig, EngineConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.kv_scorer import FOLDER, KvScorerConfig, find_scorer, gelu
 from engine.model.plan import make_plan, plan_input
 from engine.model.plan_command import main as print_plan
@@ -28,6 +28,7 @@ from engine.runner.build import build_here
 from engine.runner.forgotten.scores import LayerScores
 from engine.runner.forgotten.votes import chosen_of
 from engine.runner.runner import ModelRunner
+from engine.speculation_config import SpeculationConfig
 from engine.types import ChosenTokens, KeptBlocks
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
