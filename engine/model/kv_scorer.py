@@ -87,10 +87,36 @@ def find_scorer(
     Raises ConfigError for one that is not of this model, or of one whose answers can forget nothing, because
     of what is given.
     """
+    found = _described(configured, checkpoint, spec, remembers_because)
+    if found is None:
+        return None
+    folder, config, stored = found
+    layers = _read(folder / "model.safetensors", stored, config, _key(folder))
+    return KvScorer(layers=layers)
+
+
+def scorer_bytes(configured: str, checkpoint: Path, spec: ModelSpec, remembers_because: str) -> int:
+    """What `find_scorer` will take in memory, from descriptions alone; raises as it does."""
+    found = _described(configured, checkpoint, spec, remembers_because)
+    if found is None:
+        return 0
+    _, config, _ = found
+    shapes = (shape for layer in range(config.n_modules) for _, shape in names_of(config, layer))
+    return sum(4 * outputs * (inputs + 1) for outputs, inputs in shapes)
+
+
+def _key(folder: Path) -> str:
+    return f"engine.cache.kvzap = {str(folder)!r}"
+
+
+def _described(
+    configured: str, checkpoint: Path, spec: ModelSpec, remembers_because: str
+) -> tuple[Path, KvScorerConfig, Mapping[str, StoredTensor]] | None:
+    """Where the scorer lies, and what it says of itself."""
     folder = Path(configured) if configured else checkpoint / FOLDER
     if not configured and (remembers_because or not (folder / "config.json").is_file()):
         return None
-    key = f"engine.cache.kvzap = {str(folder)!r}"
+    key = _key(folder)
     without = "set it to ''" if configured else "take the folder away"
     if remembers_because:
         raise ConfigError(f"{key}: no answer of this model may forget: {remembers_because}; {without}")
@@ -103,7 +129,7 @@ def find_scorer(
         ) from error
     if problem := _problem_with(config, spec):
         raise ConfigError(f"{key}: {problem}; train one for this model (millrace train-kvzap), or {without}")
-    return KvScorer(layers=_read(folder / "model.safetensors", stored, config, key))
+    return folder, config, stored
 
 
 def unscored_because(scorer: KvScorer | None) -> str:

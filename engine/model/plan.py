@@ -9,7 +9,7 @@ Before loading, weights and workspace are predicted. On a GPU both are then meas
 the plan is made again with the numbers found.
 
 - weights: every tensor of the checkpoint in the serving type or as it is quantized (weight_memory.py), and
-  the tables of rotary angles.
+  the tables of rotary angles; on a CPU a scorer of keys and values (`engine.cache.kvzap`), too.
 - adapters: slots of the largest rank (adapter_memory.py).
 - workspace: the largest activations of a step of max_num_batched_tokens tokens, and the logits of
   max_num_seqs rows.
@@ -42,7 +42,9 @@ from engine.model.kv_memory import (
     forgotten_block_bytes,
     kv_bytes_per_token,
     kv_dtypes_of,
+    remembers_because,
 )
+from engine.model.kv_scorer import scorer_bytes
 from engine.model.layer_spec import MedusaSpec
 from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
@@ -107,6 +109,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     # The draft model of speculation, where there is one.
     draft: DraftInput | None = None
+    # Of a scorer of keys and values, which lies in the host's memory.
+    scorer_bytes: int = 0
     # What the weights are held as.
     forms: tuple[WeightForm, ...] = ()
     # What the model (its draft not counted) and the largest step were measured to take; 0 is not measured.
@@ -134,6 +138,16 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     def head(self) -> ModelSpec | None:
         """What drafts, where that is a head and no model."""
         return None if self.draft is None or self.draft.spec.draft_head is None else self.draft.spec
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model drafts, upon blocks like the model's own."""
+        return self.draft is not None and self.head is None
+
+    @property
+    def remembers_because(self) -> str:
+        """Why answers may forget no blocks; empty where they may."""
+        return remembers_because(self.whole, has_draft=self.has_draft_model)
 
     @property
     def num_weights(self) -> int:
@@ -312,6 +326,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
     weights += _tied_head_bytes(given, float12=float12)
+    weights += given.scorer_bytes if given.device == "cpu" else 0
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtypes)
@@ -350,7 +365,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
-    num_ids, num_window_ids = ids if given.draft is None or given.head is not None else (0, 0)
+    num_ids, num_window_ids = (0, 0) if given.has_draft_model else ids
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(
             f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, slots for "
@@ -461,7 +476,9 @@ def num_scratch_blocks(config: EngineConfig) -> int:
 
 
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
-    """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
+    """Reads a checkpoint's `config.json` and headers. Raises CheckpointError; ConfigError for what does not
+    go with the model.
+    """
     config.check_overlap(device)
     folder = find(model.path)
     spec = read_spec(folder)
@@ -491,6 +508,8 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         forms=weight_forms(spec, headers, config, coded=coded),
         config=config,
     )
+    taken = scorer_bytes(config.cache.kvzap, folder, spec, given.remembers_because)
+    given = msgspec.structs.replace(given, scorer_bytes=taken)
     if config.parallel.degrees.size == 1:
         return given
     check_ranks(spec, config, folder, device, headers)

@@ -15,7 +15,7 @@ from checkpoint.files import find, is_gguf
 from engine.config import EngineConfig, load
 from engine.model.device import choose_device
 from engine.model.families import read_spec
-from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares, remembers_because
+from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares
 from engine.model.kv_scorer import find_scorer
 from engine.model.plan import (
     PlanInput,
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _share(config, model, asked, options, available)
         given = fullest(plan_input(config, model, device=device, available_bytes=available))
         plan = make_plan(given)
-        find_scorer(config.cache.kvzap, find(model.path), given.whole, remembers_because(given.whole))
+        find_scorer(config.cache.kvzap, find(model.path), given.whole, given.remembers_because)
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)
         return 2
@@ -319,6 +319,13 @@ def _forgotten(given: PlanInput, plan: MemoryPlan) -> str:
     return f"of {tokens} tokens, for answers that say what they lost (kv.max_lost){whose}"
 
 
+def _scorer(given: PlanInput) -> str:
+    """Of the weights those of a scorer; empty where there is none."""
+    if not given.scorer_bytes or given.device != "cpu":
+        return ""
+    return f"; {human(given.scorer_bytes)} of them score keys and values (engine.cache.kvzap)"
+
+
 def _ways_table(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -> Table:
     """The ways side by side."""
     table = Table(title=f"{model.served_name} on up to {devices.count} devices of {human(devices.num_bytes)}")
@@ -383,7 +390,7 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
         (
             "weights",
             plan.weights_bytes,
-            f"{given.num_weights / 1e6:.1f} M elements and rotary tables{_forms_of(given)}",
+            f"{given.num_weights / 1e6:.1f} M elements and rotary tables{_forms_of(given)}{_scorer(given)}",
         ),
         ("adapters", plan.adapter_bytes, f"{adapters.num_slots} slots of rank {adapters.max_rank}"),
         (

@@ -24,7 +24,6 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
-from engine.model.kv_memory import remembers_because
 from engine.model.kv_scorer import find_scorer, unscored_because
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
@@ -92,9 +91,7 @@ def build(
     one_heap()
     keep_freed_memory()
     folder = find(model.path)
-    follows = given.draft is not None and given.head is None
-    remembers = remembers_because(given.whole, has_draft=follows)
-    scorer = find_scorer(config.cache.kvzap, folder, given.whole, remembers)
+    scorer = find_scorer(config.cache.kvzap, folder, given.whole, given.remembers_because)
     request = LoadRequest(
         folder=folder,
         spec=spec,
@@ -144,7 +141,7 @@ def build(
     if reading is not None:
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()
-    facts = _facts(given, plan, attention, device, has_draft=follows)
+    facts = _facts(given, plan, attention, device)
     return runner, plan, msgspec.structs.replace(facts, unscored_because=unscored_because(scorer))
 
 
@@ -168,7 +165,7 @@ def _storage(
 
 
 def _facts(
-    given: PlanInput, plan: MemoryPlan, attention: AttentionBackend | None, device: Device, *, has_draft: bool
+    given: PlanInput, plan: MemoryPlan, attention: AttentionBackend | None, device: Device
 ) -> ModelFacts:
     spec = given.whole
     return ModelFacts(
@@ -181,14 +178,14 @@ def _facts(
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
-        window=None if has_draft or spec.bidirectional else spec.window,
+        window=None if given.has_draft_model or spec.bidirectional else spec.window,
         tasks=() if spec.pooling is None else spec.pooling.asked.tasks,
         whole_prompts=spec.bidirectional,
         shares_prefixes=spec.shares_prefixes,
         num_pooled=0 if spec.pooling is None else spec.pooling.asked.num_dimensions,
         work=work_of(given, plan, _name_of(device)),
         attention_balance=spec.attention_balance,
-        remembers_because=remembers_because(spec, has_draft=has_draft),
+        remembers_because=given.remembers_because,
         unmeasured_because="its layers are shared among several ranks" if given.num_ranks > 1 else "",
         unplanned_because="" if given.config.cache.forgotten_bytes else "engine.cache.forgotten_bytes is 0",
         drafter=given.config.speculation.method,

@@ -137,6 +137,11 @@ class KeptBlocks(msgspec.Struct, frozen=True, array_like=True):
         return (position // self.block_size + 1) * self.block_size
 
     @property
+    def moves_on(self) -> bool:
+        """Whether each block that it begins behind `start` hides another one."""
+        return True
+
+    @property
     def first_own(self) -> int:
         """The first block that no other sequence ever has: what comes before was computed like any prompt."""
         return 0 if self.is_renewed else self.start // self.block_size
@@ -203,6 +208,11 @@ class ChosenTokens(KeptBlocks, frozen=True, array_like=True):
             return None
         is_measured = asked.max_lost is not None
         return ChosenTokens(num_blocks, 1, num_prompt_tokens, block_size, is_measured, policy=asked.policy)
+
+    @property
+    def moves_on(self) -> bool:
+        """See KeptBlocks: what is chosen once stays."""
+        return False
 
     @property
     def num_whole(self) -> int:

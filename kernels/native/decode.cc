@@ -1,5 +1,7 @@
 #include "native/decode.h"
 
+#include <algorithm>
+
 #include "sampling/noise.h"
 
 using namespace millrace;
@@ -14,8 +16,17 @@ extern "C" void decode_inputs(const DecodeArgs& args, int thread, int) {
       ++args.slots[i];
       if (args.window_slots) ++args.window_slots[i];
     } else {
-      const int64_t column = position / args.block_size, block = args.blocks[row * args.block_columns + column];
-      args.block_tables[i * args.columns + column] = block;
+      const int64_t block = args.blocks[row * args.block_columns + position / args.block_size];
+      int64_t* const table = args.block_tables + i * args.columns;
+      // Blocks that it does not look at have no column, so its history says which one is next.
+      int64_t column = (args.context_lens[i] - 1) / args.block_size;
+      if (args.sinks && args.sinks[i] >= 0) {
+        // Those behind the one that it leaves move up.
+        std::copy(table + args.sinks[i] + 1, table + column, table + args.sinks[i]);
+        args.context_lens[i] -= args.block_size;
+        --column;
+      }
+      table[column] = block;
       args.slots[i] = block * args.block_size;
       if (args.window_slots) {
         const int64_t kept = args.window_blocks[block];

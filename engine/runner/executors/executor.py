@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from engine.runner.forgotten.votes import choose, counter_of, with_votes
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
-from engine.runner.sequence_table import SequenceTable
+from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.table import sample
 from engine.types import ScheduledSequence
 
@@ -45,10 +46,13 @@ class LastStep:
     longest: int
     # Steps since then, and how many there may be before a block table needs another column.
     num_steps: int
-    most_steps: int
+    most_steps: float
     inputs: StepInputs
     batch: ForwardBatch
     rows: LogitRows
+    # Of those that leave a block behind with each that they begin, the blocks in front of it, else -1 [S];
+    # None where nobody does.
+    sinks: NDArray[np.int64] | None
 
     @property
     def next_end(self) -> int:
@@ -75,8 +79,8 @@ class FollowingSteps:
             return
         if not _is_plain(inputs.scheduled):
             return
-        if any(state.matcher is not None or state.kept is not None for state in inputs.states):
-            # Of the latter, block tables change otherwise than by what is appended.
+        if any(state.matcher is not None or state.forgotten is not None for state in inputs.states):
+            # The latter are measured, layer by layer.
             return
         starts = inputs.starts.tolist()
         batch = inputs.batch = _with_spare_columns(batch)
@@ -86,7 +90,8 @@ class FollowingSteps:
             num_steps=0,
             most_steps=min(
                 [
-                    batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
+                    batch.ragged.block_tables.shape[1] * self._block_size - max(batch.ragged.context_lens),
+                    *map(_num_alike, inputs.states, starts),
                     # This step has drawn one, and nobody looks at a thought on the way.
                     *(state.thought.num_free - 1 for state in inputs.states if state.thought is not None),
                 ]
@@ -94,6 +99,7 @@ class FollowingSteps:
             inputs=inputs,
             batch=batch,
             rows=rows,
+            sinks=_sinks_of(inputs.states, starts),
         )
 
     def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:
@@ -108,6 +114,22 @@ class FollowingSteps:
             if each.num_tokens != 1 or not each.samples or each.draft_token_ids or each.snapshots:
                 return None
         return last
+
+
+def _num_alike(state: SequenceState, start: int) -> float:
+    """Steps behind a row at `start` until the sequence begins to forget, which changes all of its table."""
+    kept = state.kept
+    return math.inf if kept is None or start >= kept.start else kept.start - 1 - start
+
+
+def _sinks_of(states: Sequence[SequenceState], starts: Sequence[int]) -> NDArray[np.int64] | None:
+    """See LastStep; of sequences whose rows begin at `starts`."""
+    sinks = np.full(len(starts), -1, np.int64)
+    for member, (state, start) in enumerate(zip(states, starts, strict=True)):
+        kept = state.kept
+        if kept is not None and kept.moves_on and start >= kept.start:
+            sinks[member] = kept.num_sinks
+    return sinks if (sinks >= 0).any() else None
 
 
 def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:

@@ -113,6 +113,7 @@ class NativeDecode:
         if batch.windows is not None:
             args.window_slots = _address(batch.windows.slots)
             args.window_tables = _address(batch.windows.block_tables)
+        args.sinks = None if last.sinks is None else _address(last.sinks)
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
         args.blocks, args.block_columns = _address(table.blocks), table.blocks.shape[1]

@@ -129,8 +129,10 @@ def chosen_of(sums: NDArray[Any], kept: ChosenTokens) -> NDArray[np.int64]:
     if not num_chosen:
         return last
     least = np.partition(others, -num_chosen, axis=1)[:, -num_chosen, None]
-    best, equal = others > least, others == least
-    best |= equal & (np.cumsum(equal, 1) <= num_chosen - best.sum(1, keepdims=True))
+    best = others >= least
+    if np.count_nonzero(best) > num_chosen * len(best):
+        best, equal = others > least, others == least
+        best |= equal & (np.cumsum(equal, 1) <= num_chosen - best.sum(1, keepdims=True))
     return np.concatenate((np.nonzero(best)[1].reshape(-1, num_chosen), last), 1)
 
 
@@ -244,20 +246,19 @@ def _keys_of_others(
 
 
 def _copy(cache: Any, blocks: NDArray[np.int64], chosen: NDArray[np.int64], fresh: NDArray[np.int64]) -> None:
-    """Tokens [K, M] of blocks [B] into fresh ones, as they are stored, with their scales."""
-    size = cache.block_size
-    places: Any = (
-        np.arange(len(chosen))[:, None],
-        blocks[chosen // size],
-        chosen % size,
-        np.repeat(fresh, size)[None],
-        np.tile(np.arange(size), fresh.size)[None],
-    )
+    """Tokens [K, M] of blocks [B] into fresh ones, as they are stored, with their scales. They are read row
+    by row, and written in whole blocks.
+    """
+    size, num_kv = cache.block_size, len(chosen)
+    rows: Any = (blocks[chosen // size] * num_kv + np.arange(num_kv)[:, None]) * size + chosen % size
+    rows = rows.reshape(num_kv, fresh.size, size).swapaxes(0, 1).ravel()
+    into: Any = fresh
     tensors = cache.tensors()
     if not isinstance(tensors[0], np.ndarray):
         import torch
 
-        places = [torch.from_numpy(np.ascontiguousarray(each)).to(tensors[0].device) for each in places]
-    heads, from_blocks, from_slots, into_blocks, into_slots = places
+        rows, into = (torch.from_numpy(each).to(tensors[0].device) for each in (rows, into))
     for tensor in tensors:
-        tensor[into_blocks, heads, into_slots] = tensor[from_blocks, heads, from_slots]
+        flat = tensor.reshape(-1, tensor.shape[3])
+        found = flat.take(rows, 0) if isinstance(flat, np.ndarray) else flat.index_select(0, rows)
+        tensor[into] = found.reshape(-1, *tensor.shape[1:])

@@ -4,11 +4,14 @@ anew, whatever else happens between the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from contract.retention import Retention
 from engine.runner.base import PendingStep
 from engine.runner.executors.executor import FollowingSteps, LastStep
 from engine.runner.executors.native import NativeDecode, NativeExecutor
@@ -19,6 +22,7 @@ from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, Tok
 from kernels.sampling.native import sampling_library
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.test_retention import BLOCK, NUM_TOKENS, generate
 
 SEEDED = SamplingParams(temperature=0.9, seed=3, logprobs=1)
 SAMPLINGS = [
@@ -74,6 +78,8 @@ def assert_same(ours: tuple[StepInputs, LogitRows], theirs: tuple[StepInputs, Lo
     tables, tables_anew = inputs.batch.ragged.block_tables, inputs_anew.batch.ragged.block_tables
     columns = tables_anew.shape[1]
     assert not tables[:, columns:].any()
+    # What lies behind a shorter sequence's blocks is nobody's.
+    seen = np.arange(columns) * BLOCK < inputs_anew.batch.ragged.context_lens[:, None]
     for mine, other in (
         (inputs.slots, inputs_anew.slots),
         (inputs.query_starts, inputs_anew.query_starts),
@@ -81,7 +87,7 @@ def assert_same(ours: tuple[StepInputs, LogitRows], theirs: tuple[StepInputs, Lo
         (inputs.batch.positions, inputs_anew.batch.positions),
         (inputs.batch.slots, inputs_anew.batch.slots),
         (inputs.batch.ragged.context_lens, inputs_anew.batch.ragged.context_lens),
-        (tables[:, :columns], tables_anew),
+        (np.where(seen, tables[:, :columns], 0), np.where(seen, tables_anew, 0)),
         (rows.tokens, rows_anew.tokens),
         (rows.slots, rows_anew.slots),
         (rows.positions, rows_anew.positions),
@@ -101,34 +107,92 @@ def run_anew(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, wanted: list[
         return Driver(runner, seed=1).run(wanted)
 
 
-@needs_native
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_native_step_is_what_would_have_been_put_together(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
-) -> None:
-    decode = decode_of(runner)
-    run, launch = decode.run, runner.launch
+def compared(runner: ModelRunner, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Has each step that follows compared with what would have been put together; counts both kinds."""
+    decode, executor = decode_of(runner), runner.executor
+    run, launch, prepare = decode.run, runner.launch, executor.prepare
     plans: list[SchedulerOutput] = []
-    num_native = 0
+    counts: Counter[str] = Counter()
 
     def compare(last: LastStep) -> Sampled:
-        nonlocal num_native
         expected = anew(runner, list(plans[-1].scheduled))
         step = run(last)
         assert_same((last.inputs, last.rows), expected)
-        num_native += 1
+        counts["following"] += 1
         return step
 
     def note(plan: SchedulerOutput) -> PendingStep:
         plans.append(plan)
         return launch(plan)
 
-    monkeypatch.setattr(runner, "launch", note)
-    monkeypatch.setattr(decode, "run", compare)
+    def count(scheduled: list[ScheduledSequence], *, ahead: bool) -> StepInputs:
+        counts["whole"] += 1
+        return prepare(scheduled, ahead=ahead)
+
+    patch.setattr(runner, "launch", note)
+    patch.setattr(decode, "run", compare)
+    patch.setattr(executor, "prepare", count)
+    return counts
+
+
+@needs_native
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_native_step_is_what_would_have_been_put_together(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    counts = compared(runner, monkeypatch)
     together = Driver(runner, seed=1).run(jobs(sampling))
     # All but those that follow an end or wait for min_tokens.
-    assert num_native > 55
+    assert counts["following"] > 55
     assert outcomes(together) == outcomes(run_anew(runner, monkeypatch, jobs(sampling)))
+
+
+FORGETTING = {
+    # Each block that is begun hides another one.
+    "window+sinks": Retention(policy="window+sinks", keep=0.4),
+    "few": Retention(policy="window+sinks", window_tokens=1),
+    # Begins to forget on the way.
+    "late": Retention(policy="window+sinks", window_tokens=160),
+    "snapkv": Retention(policy="snapkv", keep=0.4),
+    "h2o": Retention(policy="h2o", keep=0.5),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("names", [*((name, name) for name in FORGETTING), tuple(FORGETTING)], ids=" ".join)
+def test_answers_that_forget_follow_as_others_do(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    asked: list[tuple[list[int], Retention | None]] = [
+        (prompt_of(100 + 9 * number, 199, seed=number), FORGETTING[name]) for number, name in enumerate(names)
+    ]
+    given: dict[str, Any] = {"prefix_caching": False, "max_num_batched_tokens": 1024}
+    with monkeypatch.context() as patched:
+        counts = compared(runner, patched)
+        together, _ = generate(runner, asked_of=asked, **given)
+        num_following, num_whole = counts["following"], counts["whole"]
+        counts.clear()
+        generate(runner, asked_of=[(prompt, None) for prompt, _ in asked], **given)
+    # One more where an answer begins to forget: the step that does, or none, and the one behind it.
+    begins = 2 * sum(name in ("late", "window+sinks", "few") for name in names)
+    assert num_whole <= counts["whole"] + begins
+    assert num_following >= counts["following"] - begins
+    assert num_following > NUM_TOKENS / 2
+    with monkeypatch.context() as patched:
+        patched.setattr(steps_of(runner), "follows", lambda scheduled: None)
+        assert generate(runner, asked_of=asked, **given)[0] == together
+
+
+@needs_native
+def test_a_measured_answer_is_put_together_step_by_step(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's queries are seen before they attend."""
+    asked = Retention(policy="snapkv", keep=0.4, max_lost=1.0)
+    counts = compared(runner, monkeypatch)
+    generate(runner, asked_of=[(prompt_of(100, 199, seed=1), asked)] * 2, prefix_caching=False)
+    assert counts["whole"] > NUM_TOKENS
+    assert not counts["following"]
 
 
 @needs_native

@@ -4,6 +4,7 @@ answers are those of a model that sees no more, whatever becomes of the memory.
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +22,13 @@ from torch import nn
 from contract.retention import Retention
 from engine.config import CacheConfig, EngineConfig
 from engine.model.kv_scorer import FOLDER, KvScorerConfig, find_scorer, gelu
-from engine.model.plan import plan_input
+from engine.model.plan import make_plan, plan_input
 from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.forgotten.scores import LayerScores
 from engine.runner.forgotten.votes import chosen_of
 from engine.runner.runner import ModelRunner
+from engine.speculation_config import SpeculationConfig
 from engine.types import ChosenTokens, KeptBlocks
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
@@ -340,6 +342,48 @@ def test_the_plan_refuses_a_scorer_of_another_model(
     file.write_text(f'[model]\npath = "models/millrace-nano"\n[engine.cache]\nkvzap = "{scorer}"\n')
     assert print_plan(["--config", str(file)]) == 2
     assert f"engine.cache.kvzap = '{scorer}': its n_modules is " in capsys.readouterr().err
+
+
+def test_the_plan_refuses_a_scorer_beside_a_draft_model(
+    folder: Path, scorer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the engine does."""
+    file = tmp_path / "millrace.toml"
+    file.write_text(
+        f'[model]\npath = "{folder}"\n[engine.cache]\nkvzap = "{scorer}"\n'
+        f'[engine.speculation]\nmethod = "draft_model"\ndraft_model = "{folder}"\n'
+    )
+    assert print_plan(["--config", str(file)]) == 2
+    said = (
+        f"engine.cache.kvzap = '{scorer}': no answer of this model may forget: a draft model reads the same"
+    )
+    assert said in capsys.readouterr().err
+    speculation = SpeculationConfig(method="draft_model", draft_model=str(folder))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        opened(folder, scorer, speculation=speculation)
+
+
+@pytest.mark.parametrize("hidden_dim", [None, 24])
+def test_the_plan_counts_the_scorer(
+    folder: Path, oracle: transformers.PreTrainedModel, tmp_path: Path, hidden_dim: int | None
+) -> None:
+    """In the host's memory: beside a GPU it takes nothing of the device."""
+    place = trained(oracle, hidden_dim).save(tmp_path, config_of(oracle, hidden_dim), torch.bfloat16)
+    scorer = find_scorer(str(place), folder, spec_of(folder), "")
+    assert scorer is not None
+    for device, taken in (("cpu", scorer.num_bytes), ("cuda", 0)):
+        without, beside = (
+            make_plan(
+                plan_input(
+                    EngineConfig(cache=CacheConfig(kvzap=kvzap)),
+                    ModelConfig(path=str(folder)),
+                    device=device,
+                    available_bytes=1 << 40,
+                )
+            )
+            for kvzap in ("", str(place))
+        )
+        assert beside.weights_bytes - without.weights_bytes == taken
 
 
 def test_a_scorer_in_the_models_folder_is_found(
