@@ -28,6 +28,7 @@ from engine.model.gguf_file import open_gguf
 from engine.model.layer_spec import PredictionSpec
 from engine.model.mapped_pages import MappedPages
 from engine.model.mtp import MTP
+from engine.model.records import Cut
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.four_bit_floats import MXFP4_GROUP, MXFP4_NAN, mxfp4_weight
@@ -355,6 +356,14 @@ class WeightReader:
         found = (self.headers.get(f"{name}.{suffix}") for suffix in suffixes)
         header = next((each for each in found if each is not None), None)
         return header.stored_name.rpartition(".")[0] if header is not None and header.stored_name else name
+
+    def cut_of(self, name: str) -> Cut | None:
+        """What of the linear layer `name` this rank has; None where that is all."""
+        header = self._whole.get(f"{name}.weight")
+        part = None if header is None else self.shard.part_of(f"{name}.weight", header.shape)
+        if header is None or part is None:
+            return None
+        return Cut(axis=part.axis, begin=part.begin, end=part.end, size=header.shape[part.axis])
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
