@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.adapters.version import CONFIG, WEIGHTS, AdapterError, Stamp, stamp_of, version_of
 from engine.model.checkpoint import StoredTensor, read_stored
-from engine.model.records import Cut
+from engine.model.records import LinearCut
 from kernels.adapters.low_rank import Change
 from runtime.errors import ConfigError
 
@@ -156,7 +156,7 @@ class AdapterFile:
     # Size and time of the files when this version was read.
     stamp: Stamp
 
-    def change_of(self, module: str, cut: Cut | None = None) -> Change | None:
+    def change_of(self, module: str, cut: LinearCut | None = None) -> Change | None:
         """Reads what the adapter changes in a module, or in a rank's part of it; None where it leaves it
         alone. Raises AdapterError.
         """

@@ -25,7 +25,7 @@ from kernels.linear.packed import PackedWeight
 Floats = NDArray[np.float32]
 
 
-class Cut(msgspec.Struct, frozen=True):
+class LinearCut(msgspec.Struct, frozen=True):
     """Elements [begin, end) of the outputs (axis 0) or inputs (axis 1) of a linear layer that has `size` of
     them.
     """
@@ -50,7 +50,7 @@ class Linear:
     inputs: int = 0
     parts: Sequence[tuple[str, int]] = ()
     # What of each of these tensors a rank of several has.
-    cuts: Sequence[Cut | None] = ()
+    cuts: Sequence[LinearCut | None] = ()
     # Changes that loaded adapters make to the product: NativeChanges or TorchChanges (kernels/adapters).
     changes: Any = None
 

@@ -15,7 +15,7 @@ from engine.adapters.peft import AdapterFile
 from engine.adapters.store import AdapterStore, put_adapter
 from engine.adapters.version import AdapterError
 from engine.model.records import Linear
-from engine.runner.ranks.group import AdapterTask, RankGroup
+from engine.runner.ranks.group import RankGroup, SlotTask
 
 
 class RankedAdapters(AdapterStore):
@@ -27,7 +27,7 @@ class RankedAdapters(AdapterStore):
         self.modules = {**self.modules, **group.modules}
 
     def _put(self, slot: int, file: AdapterFile) -> None:
-        self._group.tell(AdapterTask(slot, file))
+        self._group.tell(SlotTask(slot, file))
         try:
             super()._put(slot, file)
         finally:
@@ -44,7 +44,7 @@ class RankAdapters:
         self._linears, self._connection = linears, connection
         self._thread = ThreadPoolExecutor(1, "adapters")
 
-    def begin(self, task: AdapterTask) -> None:
+    def begin(self, task: SlotTask) -> None:
         """Begins to read a part of an adapter, and answers the leader with why that failed, else ""."""
         self._thread.submit(self._put, task)
 
@@ -52,7 +52,7 @@ class RankAdapters:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _put(self, task: AdapterTask) -> None:
+    def _put(self, task: SlotTask) -> None:
         problem = ""
         try:
             put_adapter(self._linears, task.slot, task.file)

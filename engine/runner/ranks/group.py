@@ -49,7 +49,7 @@ class RankLostError(Exception):
     """The process of a rank ended while the model was loaded; the log has what it said."""
 
 
-class AdapterTask(NamedTuple):
+class SlotTask(NamedTuple):
     """An adapter of which a rank reads its part into a slot that no step computes with."""
 
     slot: int
@@ -184,7 +184,7 @@ class RankGroup:
         # Where this process goes on, nobody waits for that rank any more.
         self._ranks.end()
 
-    def tell(self, message: Sequence[tuple[int, int]] | AdapterTask) -> None:
+    def tell(self, message: Sequence[tuple[int, int]] | SlotTask) -> None:
         """Has all copy these blocks, or begin to read this adapter, before the step that is handed over next.
         Called in any thread.
         """

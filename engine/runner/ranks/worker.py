@@ -23,7 +23,7 @@ from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import CheckpointError
 from engine.runner.kv_storage import KvStorage
 from engine.runner.ranks.adapters import RankAdapters
-from engine.runner.ranks.group import READY, REFUSED, AdapterTask, RankTask
+from engine.runner.ranks.group import READY, REFUSED, RankTask, SlotTask
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
 from kernels.native.library import load_level
@@ -74,7 +74,7 @@ class Follower:
 
     def _read(self) -> None:
         message = self._connection.recv()
-        if isinstance(message, AdapterTask):
+        if isinstance(message, SlotTask):
             self._adapters.begin(message)
         else:
             self._storage.copy_blocks(message)
