@@ -469,7 +469,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 self.speculation.method not in ("off", *LOOKUPS),
                 "set it to ngram, suffix or off, whose drafts need no further weights",
             ),
-            ("adapters", bool(self.adapters.num_slots), "serve adapters from an engine without ranks"),
             ("cache.host_bytes", bool(self.cache.host_bytes), "set it to 0"),
             ("cache.disk_path", bool(self.cache.disk_path), 'set it to ""'),
             ("cache.forgotten_bytes", bool(self.cache.forgotten_bytes), "set it to 0"),
@@ -531,9 +530,7 @@ def load(tables: Mapping[str, Any]) -> EngineConfig:
     config = load_section(tables, "engine", EngineConfig)
     model = own_model(tables)
     found = {name: each.path for name, each in model.adapters.items()}
-    if config.parallel.degrees.size == 1:
-        # Ranks serve none, and nobody has asked for those.
-        found = adapters_beside(model.path) | found
+    found = adapters_beside(model.path) | found
     if found:
         paths = found | config.adapters.paths
         config = replace(config, adapters=replace(config.adapters, paths=paths))

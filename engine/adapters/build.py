@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,25 +18,34 @@ if TYPE_CHECKING:
     from engine.model.decoder import Decoder
 
 
-def make_store(model: Model, config: AdaptersConfig, *, dtype: str) -> AdapterStore:
-    """Of a model that is served in `dtype`. Raises AdapterError for an adapter that cannot be served."""
+def make_store(
+    model: Model, config: AdaptersConfig, *, dtype: str, make: Callable[..., AdapterStore] = AdapterStore
+) -> AdapterStore:
+    """Of a model that is served in `dtype`; `make` it of linear layers and `max_rank`. Raises AdapterError
+    for an adapter that cannot be served.
+    """
     num_slots = config.num_slots
     if not num_slots:
         return AdapterStore.of_none()
     if isinstance(model, NativeDecoder):
-        make = partial(
-            NativeChanges, num_slots=num_slots, max_rank=config.max_rank, bfloat16=dtype == "bfloat16"
-        )
-        linears = with_slots(model.model, make)
+        linears = native_slots(model, config, dtype=dtype)
     else:
         linears = _with_slots_of_torch(cast("Decoder", model), config, num_slots, dtype)
-    store = AdapterStore(linears, max_rank=config.max_rank)
+    store = make(linears, max_rank=config.max_rank)
     for name, folder in config.paths.items():
         try:
             store.add(name, folder)
         except AdapterError as error:
             raise AdapterError(f"engine.adapters.paths: {error}") from error
     return store
+
+
+def native_slots(model: NativeDecoder, config: AdaptersConfig, *, dtype: str) -> list[Linear]:
+    """The linear layers of a native program that take adapters, with slots; none where there are none."""
+    make = partial(
+        NativeChanges, num_slots=config.num_slots, max_rank=config.max_rank, bfloat16=dtype == "bfloat16"
+    )
+    return with_slots(model.model, make) if config.num_slots else []
 
 
 def _with_slots_of_torch(model: Decoder, config: AdaptersConfig, num_slots: int, dtype: str) -> list[Linear]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from engine.adapters.version import CONFIG, WEIGHTS, AdapterError, Stamp, stamp_of, version_of
 from engine.model.checkpoint import StoredTensor, read_stored
+from engine.model.records import LinearCut
 from kernels.adapters.low_rank import Change
 from runtime.errors import ConfigError
 
@@ -38,6 +39,7 @@ _OTHERS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+WHOLE_PART = slice(None)
 # Where the number of a layer stands in a module's name.
 _LAYER = re.compile(r"(?:.*\.)?[^.]*\.(\d+)\.")
 
@@ -136,7 +138,7 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
 
 @dataclass(frozen=True)
 class Module:
-    """A linear layer that takes adapters."""
+    """A linear layer that takes adapters; all of it, wherever several ranks have parts."""
 
     inputs: int
     outputs: int
@@ -154,13 +156,18 @@ class AdapterFile:
     # Size and time of the files when this version was read.
     stamp: Stamp
 
-    def change_of(self, module: str) -> Change | None:
-        """Reads what the adapter changes in a module; None where it leaves it alone. Raises AdapterError."""
+    def change_of(self, module: str, cut: LinearCut | None = None) -> Change | None:
+        """Reads what the adapter changes in a module, or in a rank's part of it; None where it leaves it
+        alone. Raises AdapterError.
+        """
         found = self.tensors.get(module)
         if found is None:
             return None
         _, scale = self.config.scale_of(module)
-        down, up = (self._read(each) for each in found)
+        own = WHOLE_PART if cut is None else slice(cut.begin, cut.end)
+        by_outputs = cut is not None and cut.axis == 0
+        down = self._read(found[0], WHOLE_PART, WHOLE_PART if by_outputs else own)
+        up = self._read(found[1], own if by_outputs else WHOLE_PART, WHOLE_PART)
         with np.errstate(over="ignore", invalid="ignore"):
             up = np.ascontiguousarray(up * np.float32(scale))
         for part, values in (("A", down), ("B", up)):
@@ -180,15 +187,24 @@ class AdapterFile:
             )
         return Change(down=down, up=up)
 
-    def _read(self, tensor: StoredTensor) -> NDArray[np.float32]:
-        begin, end = tensor.data_offsets
-        path = self.folder / WEIGHTS
+    def _read(self, tensor: StoredTensor, rows: slice, columns: slice) -> NDArray[np.float32]:
+        """Those rows and columns of a tensor: no others are read."""
+        path, kind = self.folder / WEIGHTS, _DTYPES[tensor.dtype]
+        width = tensor.shape[1]
+        first, end, _ = rows.indices(tensor.shape[0])
+        left, right, _ = columns.indices(width)
+        # Rows that are read whole lie one behind the other.
+        runs = [(first * width, end * width)]
+        if right - left < width:
+            runs = [(row * width + left, row * width + right) for row in range(first, end)]
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
-                file.seek(8 + length + begin)
-                raw = file.read(end - begin)
-            values = np.frombuffer(raw, _DTYPES[tensor.dtype]).reshape(tensor.shape)
+                raw = bytearray()
+                for begin, behind in runs:
+                    file.seek(8 + length + tensor.data_offsets[0] + begin * kind.itemsize)
+                    raw += file.read((behind - begin) * kind.itemsize)
+            values = np.frombuffer(raw, kind).reshape(end - first, right - left)
         except (OSError, ValueError, struct.error) as error:
             raise AdapterError(f"{path}: {error}; copy it and add the adapter again") from error
         if tensor.dtype == "BF16":

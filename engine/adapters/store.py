@@ -40,15 +40,38 @@ def with_slots(record: ModelRecord, make: Callable[[int, Sequence[int]], Changes
     return linears
 
 
+def modules_of(linears: Sequence[Linear]) -> dict[str, Module]:
+    """By name, what linear layers are in the checkpoint, of which they may be parts."""
+    found = {}
+    for linear in linears:
+        cuts = linear.cuts or (None,) * len(linear.parts)
+        for (name, outputs), cut in zip(linear.parts, cuts, strict=True):
+            sizes = [outputs, linear.inputs]
+            if cut is not None:
+                sizes[cut.axis] = cut.size
+            found[name] = Module(inputs=sizes[1], outputs=sizes[0])
+    return found
+
+
+def put_adapter(linears: Sequence[Linear], slot: int, file: AdapterFile) -> None:
+    """Reads an adapter, or what these linear layers have of it, into a slot. Raises AdapterError, also where
+    its files change meanwhile.
+    """
+    file.check_unchanged()
+    for linear in linears:
+        cuts = linear.cuts or (None,) * len(linear.parts)
+        parts = zip(linear.parts, cuts, strict=True)
+        linear.changes.put(slot, [file.change_of(module, cut) for (module, _), cut in parts])
+    file.check_unchanged()
+
+
 class AdapterStore:
     """Knows adapters by name and reads them into slots. Asked in one thread."""
 
     def __init__(self, linears: Sequence[Linear], *, max_rank: int) -> None:
         """Of linear layers that have slots."""
         self._linears = linears
-        self.modules: Mapping[str, Module] = {
-            name: Module(linear.inputs, size) for linear in self._linears for name, size in linear.parts
-        }
+        self.modules: Mapping[str, Module] = modules_of(linears)
         self._max_rank = max_rank
         # By folder: the same adapter may lie in several, of which one may change.
         self._files: dict[str, dict[str, AdapterFile]] = {}
@@ -127,15 +150,15 @@ class AdapterStore:
         problem = AdapterError("it was removed before it was loaded; add it again")
         for file in list(self._files.get(name, {}).values()):
             try:
-                file.check_unchanged()
-                for linear in self._linears:
-                    linear.changes.put(slot, [file.change_of(module) for module, _ in linear.parts])
-                file.check_unchanged()
+                self._put(slot, file)
             except AdapterError as error:
                 problem = error
             else:
                 return
         raise problem
+
+    def _put(self, slot: int, file: AdapterFile) -> None:
+        put_adapter(self._linears, slot, file)
 
 
 def _taken(line: deque[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.adapters.rows import AdapterRows
 from kernels.attention.ragged import RaggedBatch
 from kernels.recurrent.rows import StateRows
 
@@ -40,6 +41,8 @@ class ForwardBatch:
     windows: WindowBlocks | None = None
     # Slots of the rows' adapters, -1 for the base model; None where all rows are that.
     adapters: NDArray[np.int64] | None = None  # [T]
+    # The same as the native kernels take it, where another rank has sorted the rows.
+    adapter_rows: AdapterRows | None = None
     # Where the sequences' states lie; None where the model has none.
     states: StateRows | None = None
     # Slots [M, 2] whose keys and values are copied, source to destination, in each layer between the write of

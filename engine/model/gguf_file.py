@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.gguf_parts import part_names
+from engine.model.shards import TensorPart
 from engine.model.spec import CheckpointError, TensorHeader
 
 # Types that have a form in kernels/linear; those in TensorHeader's own names are dense.
@@ -133,6 +134,10 @@ class _Entry(msgspec.Struct, frozen=True):
     # Added to each element.
     offset: float
 
+    def heads_of(self, num_rows: int) -> int:
+        """Heads among so many of its rows, which are to be put in order."""
+        return self.num_paired_heads * num_rows // self.tensor.data.shape[0] if self.num_paired_heads else 0
+
 
 class GgufFile:
     """One model in GGUF, perhaps split over several files."""
@@ -190,10 +195,10 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self.headers[name]
 
-    def array(self, name: str) -> NDArray[Any]:
-        """A tensor's numbers: float16 as stored, everything else in float32."""
+    def array(self, name: str, part: TensorPart | None = None) -> NDArray[Any]:
+        """A tensor's numbers, or those of a part: float16 as stored, everything else in float32."""
         entry = self._entries[name]
-        data = self._data(entry)
+        data = self._data(entry, part)
         kind = entry.tensor.tensor_type
         values: NDArray[Any] = data
         if kind.name not in ("F32", "F16", "F64"):
@@ -206,17 +211,29 @@ class GgufFile:
                 ) from error
         if kind.name == "F64":
             values = values.astype(np.float32)
-        values = _in_order(values, entry.num_paired_heads)
+        values = _in_order(values, entry.heads_of(values.shape[0]))
         return np.array(values + np.float32(entry.offset) if entry.offset else values)
 
-    def blocks(self, name: str) -> tuple[str, NDArray[np.uint8]]:
-        """A quantized tensor's type and the bytes of its rows [N, bytes]."""
+    def blocks(self, name: str, part: TensorPart | None = None) -> tuple[str, NDArray[np.uint8]]:
+        """A quantized tensor's type and the bytes of its rows [N, bytes], or those of a part."""
         entry = self._entries[name]
-        return entry.tensor.tensor_type.name, _in_order(self._data(entry), entry.num_paired_heads)
+        data = self._data(entry, part)
+        return entry.tensor.tensor_type.name, _in_order(data, entry.heads_of(data.shape[0]))
 
-    def _data(self, entry: _Entry) -> NDArray[Any]:
-        data: NDArray[Any] = entry.tensor.data
-        return data if entry.expert is None else data[entry.expert]
+    def block_of(self, name: str) -> int:
+        """Inputs of a block of a tensor, which are not parted; 1 where each has its own number."""
+        return int(self._gguf.GGML_QUANT_SIZES[self._entries[name].tensor.tensor_type][0])
+
+    def _data(self, entry: _Entry, part: TensorPart | None) -> NDArray[Any]:
+        """Of a tensor, or of a part: whole heads, or whole blocks of inputs."""
+        data: NDArray[Any] = entry.tensor.data if entry.expert is None else entry.tensor.data[entry.expert]
+        if part is None:
+            return data
+        if part.axis == 0:
+            return data[part.begin : part.end]
+        size, num_bytes = self._gguf.GGML_QUANT_SIZES[entry.tensor.tensor_type]
+        begin, end = (edge // size * num_bytes // data.itemsize for edge in (part.begin, part.end))
+        return data[:, begin:end]
 
     def _enter(self, tensor: Any) -> None:
         if tensor.name in ROPE_TENSORS:

@@ -88,6 +88,7 @@ def read_linear(
         weight=weights.linear(names, outputs, inputs, calibrates=True, order=order),
         inputs=inputs,
         parts=tuple(zip(stored, outputs, strict=True)) if order is None else (),
+        cuts=tuple(map(weights.cut_of, names)) if order is None else (),
     )
     if bias:
         parts = zip(names, outputs, strict=True)

@@ -90,9 +90,9 @@ class NativeDecoder:
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
-        # The same with what adapters add, and copies of slots; and in micro-batches, for stages.
+        # The same with what adapters add, and copies of slots; and both in micro-batches, for stages.
         self._adapted: Program | None = None
-        self._in_micro_batches: Program | None = None
+        self._in_micro_batches: tuple[Program, Program] | None = None
         self._adapter_rows: AdapterRows | None = None
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
@@ -148,9 +148,11 @@ class NativeDecoder:
 
     def _body_of_step(self) -> Program:
         """The body for the step's rows: adapters and copies cost those nothing that have none."""
-        body = self._adapted if self._step.num_adapter_blocks or self._step.num_slot_copies else self._body
+        bodies = self._body, self._adapted
         if self.ranks is not None and self.ranks.shape.num_micro_batches(self._step.num_tokens) > 1:
-            body = self._in_micro_batches
+            assert self._in_micro_batches is not None, "there are stages"
+            bodies = self._in_micro_batches
+        body = bodies[bool(self._step.num_adapter_blocks or self._step.num_slot_copies)]
         assert body is not None, "forward comes first"
         return body
 
@@ -174,7 +176,8 @@ class NativeDecoder:
             step.snapshot_starts = _address(states.snapshot_starts)
             step.snapshot_rows = _address(states.snapshot_rows)
             step.snapshot_slots = _address(states.snapshot_slots)
-        self._adapter_rows = rows = None if batch.adapters is None else AdapterRows.of(batch.adapters)
+        rows = batch.adapter_rows if batch.adapters is None else AdapterRows.of(batch.adapters)
+        self._adapter_rows = rows
         step.num_adapter_blocks = 0
         if rows is not None:
             step.num_adapter_blocks = len(rows.blocks)
@@ -304,18 +307,21 @@ class NativeDecoder:
         ranks, in_micro_batches = self.ranks, None
         if ranks is not None and ranks.last_stage:
             add_body(ranks.last_stage + 1)
-            in_micro_batches = Program(self.library, builder.ops)
+            in_micro_batches = self._without_adapters(builder.ops), Program(self.library, builder.ops)
         add_body(1)
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)
-        # Steps without adapters or copies run a program that leaves their operations out, as the head's does.
-        plain = [op for op in builder.ops if not op.name.startswith(("adapter_", "copy_slots"))]
-        self._body, self._hidden = Program(self.library, plain), builder.stream
+        self._body, self._hidden = self._without_adapters(builder.ops), builder.stream
         if ranks is not None and ranks.last_stage:
             self._hidden = ranks.hidden(ranks.last_stage)
         self._adapted = Program(self.library, builder.ops)
         self._in_micro_batches, self._pieces = in_micro_batches, None
         self._caches, self._max_tokens, self.captured = caches, max_tokens, captured
+
+    def _without_adapters(self, ops: Sequence[Op]) -> Program:
+        """What steps without adapters or copies run, which leaves their operations out."""
+        plain = [op for op in ops if not op.name.startswith(("adapter_", "copy_slots"))]
+        return Program(self.library, plain)
 
 
 def _address(array: NDArray[np.int64]) -> int:

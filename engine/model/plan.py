@@ -295,7 +295,7 @@ def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:
         return 0
     head = spec.vocab_size * spec.hidden_size
     dense = head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
-    return given.weights.tied_head_bytes or dense // given.num_ranks
+    return (given.weights.tied_head_bytes or dense) // given.num_ranks
 
 
 def num_logit_rows(config: EngineConfig) -> int:

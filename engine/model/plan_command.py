@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from checkpoint.files import find, is_gguf
+from checkpoint.files import find
 from engine.config import EngineConfig, load
 from engine.model.device import choose_device
 from engine.model.families import read_spec
@@ -26,7 +26,7 @@ from engine.model.plan import (
     window_room_of,
 )
 from engine.model.plan_devices import Devices, SharedPlan, shared_plans, told
-from engine.model.shards import degrees_of
+from engine.model.rank_checks import degrees_of_file
 from engine.types import MemoryPlan
 from kernels.ranks.shares import MOST_RANKS, Degrees
 from runtime.config import ModelConfig, load_section, read_tables
@@ -197,9 +197,7 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
 def _degrees(given: PlanInput, model: ModelConfig, name: str) -> list[int]:
     """Values of one key of `engine.parallel` that the model may be shared by."""
     folder = find(model.path)
-    if given.device != "cpu" or is_gguf(folder):
-        return [1]
-    return degrees_of(read_spec(folder), name, MOST_RANKS)
+    return [1] if given.device != "cpu" else degrees_of_file(read_spec(folder), folder, name, MOST_RANKS)
 
 
 def _ranks(given: PlanInput, model: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,17 @@ from kernels.host import Values
 from kernels.linear.packed import PackedWeight
 
 Floats = NDArray[np.float32]
+
+
+class LinearCut(msgspec.Struct, frozen=True):
+    """Elements [begin, end) of the outputs (axis 0) or inputs (axis 1) of a linear layer that has `size` of
+    them.
+    """
+
+    axis: int
+    begin: int
+    end: int
+    size: int
 
 
 @dataclass(kw_only=True)
@@ -37,6 +49,8 @@ class Linear:
     # in it; empty where the layer takes no adapters.
     inputs: int = 0
     parts: Sequence[tuple[str, int]] = ()
+    # What of each of these tensors a rank of several has.
+    cuts: Sequence[LinearCut | None] = ()
     # Changes that loaded adapters make to the product: NativeChanges or TorchChanges (kernels/adapters).
     changes: Any = None
 

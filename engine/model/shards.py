@@ -347,7 +347,10 @@ def _never_shared(spec: ModelSpec) -> Iterator[str]:
 def _never_cut(spec: ModelSpec) -> Iterator[str]:
     """What layers must not have that are cut."""
     for has, what in (
-        (spec.quantization is not None, "weights that are quantized in the checkpoint"),
+        (
+            spec.quantization is not None and spec.quantization.method != "gguf",
+            "weights that are quantized in the checkpoint",
+        ),
         (bool(spec.layer_heads or spec.intermediate_sizes or spec.gate_cuts), "layers of different sizes"),
         (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
         (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from checkpoint.files import folder_of, is_gguf
 from engine.model.checkpoint import LoadRequest, read_headers
-from engine.model.gguf_file import open_gguf
+from engine.model.gguf_file import GgufFile, open_gguf
 from engine.model.layer_spec import PredictionSpec
 from engine.model.mapped_pages import MappedPages
 from engine.model.mtp import MTP
+from engine.model.records import LinearCut
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.four_bit_floats import MXFP4_GROUP, MXFP4_NAN, mxfp4_weight
@@ -291,7 +292,7 @@ class WeightReader:
         """The tensor `name` in its stored type; of any shape when that is None. Raises CheckpointError."""
         header = self._header(name, shape)
         if self._gguf is not None:
-            tensor = torch.from_numpy(self._gguf.array(name))
+            tensor = self._own_of_gguf(self._gguf, name, header)
         else:
             try:
                 tensor = self._own_part(name, header)
@@ -316,6 +317,11 @@ class WeightReader:
             own: Tensor = view[:, elements].contiguous() if part.axis else view[elements]
             return own
         tensor: Tensor = file.get_tensor(stored)
+        return tensor if self.shard.adds(name) else torch.zeros_like(tensor)
+
+    def _own_of_gguf(self, file: GgufFile, name: str, header: TensorHeader) -> Tensor:
+        part = self.shard.part_of(name, self._whole[name].shape)
+        tensor = torch.from_numpy(file.array(header.stored_name or name, part))
         return tensor if self.shard.adds(name) else torch.zeros_like(tensor)
 
     def _file(self, header: TensorHeader) -> Path:
@@ -355,6 +361,14 @@ class WeightReader:
         found = (self.headers.get(f"{name}.{suffix}") for suffix in suffixes)
         header = next((each for each in found if each is not None), None)
         return header.stored_name.rpartition(".")[0] if header is not None and header.stored_name else name
+
+    def cut_of(self, name: str) -> LinearCut | None:
+        """What of the linear layer `name` this rank has; None where that is all."""
+        header = self._whole.get(f"{name}.weight")
+        part = None if header is None else self.shard.part_of(f"{name}.weight", header.shape)
+        if header is None or part is None:
+            return None
+        return LinearCut(axis=part.axis, begin=part.begin, end=part.end, size=header.shape[part.axis])
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -399,7 +413,8 @@ class WeightReader:
         header = self._header(name, shape)
         if self._gguf is None or header.dtype not in self._block_readers:
             return None
-        kind, rows = self._gguf.blocks(name)
+        part = self.shard.part_of(name, self._whole[name].shape)
+        kind, rows = self._gguf.blocks(header.stored_name or name, part)
         self._count(name, header)
         return kind, torch.from_numpy(rows.copy()).to(self.device)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from checkpoint.files import find
 from engine.adapters.build import make_store
+from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig, num_threads
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest
@@ -38,6 +39,7 @@ from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor
 from engine.runner.executors.native import NativeExecutor
 from engine.runner.kv_storage import KvStorage
+from engine.runner.ranks.adapters import RankedAdapters
 from engine.runner.ranks.group import RankedStorage, RankGroup, of_a_rank
 from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceTable
@@ -101,7 +103,7 @@ def build(
         shard=given.shard,
     )
     decoder, attention, device = _load(given, load, request, progress, group)
-    adapters = make_store(decoder, config.adapters, dtype=given.dtype)
+    adapters = _adapters(given, decoder, config, group)
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
 
@@ -143,6 +145,18 @@ def build(
         reading.join()
     facts = _facts(given, plan, attention, device)
     return runner, plan, msgspec.structs.replace(facts, unscored_because=unscored_because(scorer))
+
+
+def _adapters(given: PlanInput, model: Model, config: EngineConfig, group: RankGroup | None) -> AdapterStore:
+    """The model's slots, in all its ranks. Raises AdapterError, behind which no rank stays."""
+    if group is None:
+        return make_store(model, config.adapters, dtype=given.dtype)
+    try:
+        make = functools.partial(RankedAdapters, group)
+        return make_store(model, config.adapters, dtype=given.dtype, make=make)
+    except BaseException:
+        group.close()
+        raise
 
 
 def _storage(

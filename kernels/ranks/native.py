@@ -8,8 +8,9 @@ what experts gave, in two rooms each that take turns, so that a rank may write i
 still read the last one, and none needs to wait a second time; hidden states, in a room for each stage of a
 pipeline; and the other ranks' logits.
 
-Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, E hidden size,
-V vocabulary, P places of experts (choices of all tokens), W elements that an expert gives.
+Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, A rows with an
+adapter, B blocks of these, E hidden size, V vocabulary, P places of experts (choices of all tokens), W
+elements that an expert gives.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.adapters.rows import AdapterRows
 from kernels.host import address_of
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
@@ -105,7 +107,10 @@ class _Places:
         self.numbers = _WORDS_BYTES
         self.arrays = _aligned(self.numbers + 8 * _NUM_NUMBERS)
         self.rows = _aligned(self.arrays + 8 * shape.num_array_elements)
-        self.parts = _aligned(self.rows + 8 * shape.max_rows)
+        # Rows with adapters, and their blocks: each row may be one of its own.
+        self.adapter_rows = _aligned(self.rows + 8 * shape.max_rows)
+        self.adapter_blocks = _aligned(self.adapter_rows + 8 * shape.max_tokens)
+        self.parts = _aligned(self.adapter_blocks + 3 * 8 * shape.max_tokens)
         # Bytes of one rank's part of a sum, and of its logits.
         self.part_bytes = _aligned(4 * shape.max_tokens * shape.hidden_size)
         # What experts gave, in one room.
@@ -186,6 +191,8 @@ class Ranks:
             numbers=address_of(self._numbers),
             arrays=self._words + self._places.arrays,
             rows=self._words + self._places.rows,
+            adapter_rows=self._words + self._places.adapter_rows,
+            adapter_blocks=self._words + self._places.adapter_blocks,
             messages=address_of(self.num_messages),
             kind=kind,
             most_tokens=self.shape.max_tokens,
@@ -242,6 +249,14 @@ class Ranks:
         found[-1] = found[-1].reshape(sequences, columns)
         return tuple(found)
 
+    def adapter_rows(self) -> AdapterRows | None:
+        """The rows of a forward that have adapters [A], in blocks [B, 3]; None where none has."""
+        if not (count := int(self._numbers[6])):
+            return None
+        blocks = self._view(self._places.adapter_blocks, (count, 3), np.int64)
+        num_rows = int(blocks[-1, :2].sum())
+        return AdapterRows(self._view(self._places.adapter_rows, (num_rows,), np.int64), blocks)
+
     def rows(self) -> NDArray[np.int64]:
         """The rows [R] whose logits are wanted."""
         return self._view(self._places.rows, (int(self._numbers[4]),), np.int64)
@@ -255,15 +270,18 @@ class Ranks:
     def micro_batch_op(self, step: int, micro_batch: ctypes.Structure, index: int, count: int) -> Op:
         """Fills in the Step `micro_batch`: some rows of the one at the address `step`."""
         starts, lengths = np.zeros((2, self.shape.max_sequences + 1), np.int64)
+        adapters = np.zeros((4, self.shape.max_tokens), np.int64)
         args = RankMicroBatchArgs(
             step=step,
             micro_batch=ctypes.addressof(micro_batch),
             query_starts=address_of(starts),
             context_lens=address_of(lengths),
+            adapter_rows=address_of(adapters),
+            adapter_blocks=address_of(adapters[1:]),
             index=index,
             count=count,
         )
-        return Op(self.library, "rank_micro_batch", args, micro_batch, starts, lengths)
+        return Op(self.library, "rank_micro_batch", args, micro_batch, starts, lengths, adapters)
 
     def hidden(self, stage: int) -> NDArray[np.float32]:
         """[T, E]: where a stage's hidden states go. Those of the last one hold until the next forward."""

@@ -114,6 +114,28 @@ int64_t* copy(const int64_t* from, int64_t count, int64_t room, int64_t* to) {
   return to + room;
 }
 
+// The rows of a micro-batch that have adapters, in the order of all, and their blocks.
+void pick_adapters(const RankMicroBatchArgs& args, Range rows) {
+  const Step& step = *args.step;
+  int64_t num_rows = 0, num_blocks = 0;
+  for (int64_t index = 0; index < step.num_adapter_blocks; ++index) {
+    const int64_t* block = step.adapter_blocks + 3 * index;
+    const int64_t first = num_rows;
+    for (int64_t place = block[0]; place < block[0] + block[1]; ++place) {
+      const int64_t row = step.adapter_rows[place];
+      if (rows.begin <= row && row < rows.end) args.adapter_rows[num_rows++] = row - rows.begin;
+    }
+    if (num_rows == first) continue;
+    int64_t* own = args.adapter_blocks + 3 * num_blocks++;
+    own[0] = first;
+    own[1] = num_rows - first;
+    own[2] = block[2];
+  }
+  args.micro_batch->num_adapter_blocks = num_blocks;
+  args.micro_batch->adapter_rows = args.adapter_rows;
+  args.micro_batch->adapter_blocks = args.adapter_blocks;
+}
+
 }  // namespace
 
 extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
@@ -121,7 +143,8 @@ extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
   const Step& step = *args.step;
   others_are_done(args.words, args.num_ranks);
   const int64_t numbers[] = {args.kind,       step.num_tokens,     step.num_sequences,
-                             step.max_blocks, step.num_logit_rows, *args.messages};
+                             step.max_blocks, step.num_logit_rows, *args.messages,
+                             step.num_adapter_blocks};
   std::memcpy(args.numbers, numbers, sizeof(numbers));
   if (args.kind == kForward) {
     int64_t* to = args.arrays;
@@ -130,6 +153,11 @@ extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
     to = copy(step.query_starts, step.num_sequences + 1, args.most_sequences + 1, to);
     to = copy(step.context_lens, step.num_sequences, args.most_sequences, to);
     copy(step.block_tables, step.num_sequences * step.max_blocks, 0, to);
+    if (step.num_adapter_blocks) {
+      const int64_t* last = step.adapter_blocks + 3 * (step.num_adapter_blocks - 1);
+      copy(step.adapter_rows, last[0] + last[1], 0, args.adapter_rows);
+      copy(step.adapter_blocks, 3 * step.num_adapter_blocks, 0, args.adapter_blocks);
+    }
   } else {
     copy(step.logit_rows, step.num_logit_rows, 0, args.rows);
   }
@@ -163,6 +191,7 @@ extern "C" void rank_micro_batch(const RankMicroBatchArgs& args, int thread, int
   own.query_starts = args.query_starts;
   own.context_lens = args.context_lens;
   own.block_tables = step.block_tables + first * step.max_blocks;
+  pick_adapters(args, rows);
 }
 
 extern "C" void rank_send(const RankRowsArgs& args, int thread, int num_threads) {

@@ -2,8 +2,8 @@
 // first rank hands to the others, sums of what each rank of a stage has of a product, hidden states from one stage of the
 // pipeline to the next, and logits side by side.
 //
-// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, E width, V vocabulary, N ranks, G ranks
-// of a stage.
+// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, A rows of adapters, B blocks of these, E
+// width, V vocabulary, N ranks, G ranks of a stage.
 #pragma once
 
 #include "native/op.h"
@@ -23,12 +23,14 @@ constexpr int64_t kNumWords = kFirstSentWord + kMostRanks;
 struct RankStepArgs {
   const Step* step;
   uint32_t* words;
-  // What kind of step it is, T, S, C, R, and messages that are to be read before it.
+  // What kind of step it is, T, S, C, R, messages that are to be read before it, and B.
   int64_t* numbers;
   // [T] token_ids, positions, slots, each with room for most_tokens; [S + 1] query_starts and [S] context_lens for
   // most_sequences; [S, C] block_tables.
   int64_t* arrays;
   int64_t* rows;  // [R] logit_rows
+  int64_t* adapter_rows;    // [A], with room for most_tokens
+  int64_t* adapter_blocks;  // [B, 3], the same
   const int64_t* messages;  // sent so far
   int64_t kind;  // 0 is a forward, 1 are logits of some of its rows
   int64_t most_tokens, most_sequences;
@@ -48,6 +50,8 @@ struct RankMicroBatchArgs {
   Step* micro_batch;
   int64_t* query_starts;  // [S + 1], [S]: room for the micro-batch's
   int64_t* context_lens;
+  int64_t* adapter_rows;  // [A], [B, 3]: the same
+  int64_t* adapter_blocks;
   int64_t index, count;  // of the micro-batches
 };
 

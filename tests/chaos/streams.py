@@ -61,11 +61,12 @@ async def ask(
     begun: asyncio.Event,
     *,
     leaves: bool = False,
+    adapter: str = "",
     **options: Any,
 ) -> Answer:
     """One stream; `begun` is set by its first text, at which one that leaves does so."""
     stream: Any = await client.chat.completions.create(
-        model=stack.model,
+        model=f"{stack.model}:{adapter}" if adapter else stack.model,
         messages=[{"role": "user", "content": question}],
         stream=True,
         stream_options={"include_usage": True},

@@ -18,6 +18,8 @@ from tests.e2e.stack import CONFIG, Stack, eventually, running_stack
 
 NUM_ANSWERS = 8
 NUM_NUMBERS = 120
+# Of the bundled model; some answers have none.
+ADAPTERS = ("", "pirate", "entries")
 _RANKS = """
 [engine]
 num_threads = 2
@@ -39,7 +41,14 @@ async def answers(stack: Stack, *endings: tuple[str, signal.Signals]) -> list[An
         begun = [asyncio.Event() for _ in range(NUM_ANSWERS)]
         options = {**numbers(NUM_NUMBERS, 1200), "temperature": 0.7, "logprobs": True}
         asked = [
-            asyncio.ensure_future(ask(client, stack, f"Count to {number}.", event, seed=number, **options))
+            asyncio.ensure_future(
+                ask(
+                    *(client, stack, f"Count to {number}.", event),
+                    adapter=ADAPTERS[number % len(ADAPTERS)],
+                    seed=number,
+                    **options,
+                )
+            )
             for number, event in enumerate(begun)
         ]
         await first_of(begun)
@@ -58,6 +67,7 @@ def test_what_was_under_way_is_answered_elsewhere(tmp_path: Path) -> None:
     with running_stack(tmp_path, "--engines", "2", config=CONFIG + _RANKS) as stack:
         undisturbed = asyncio.run(answers(stack))
         assert {answer.finish_reason for answer in undisturbed} == {"stop"}
+        assert len({answer.text for answer in undisturbed}) == NUM_ANSWERS
         endings = ("engine-0", signal.SIGKILL), ("engine-1", signal.SIGTERM)
         assert asyncio.run(answers(stack, *endings)) == undisturbed
         (address,) = stack.addresses("gateway", "metrics")

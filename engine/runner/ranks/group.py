@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.adapters.peft import AdapterFile, Module
 from engine.config import EngineConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.plan import PlanInput, num_logit_rows
@@ -39,10 +40,20 @@ _log = logging.getLogger(__name__)
 READY, REFUSED = range(2)
 # How long a rank may take to end by itself, in seconds.
 _STOP_GRACE_S = 2.0
+# How long a rank may take to read its part of an adapter, in seconds: a stopped one would never answer, and
+# where no step waits for it nobody else notices.
+_ADAPTER_LIMIT_S = 30.0
 
 
 class RankLostError(Exception):
     """The process of a rank ended while the model was loaded; the log has what it said."""
+
+
+class SlotTask(NamedTuple):
+    """An adapter of which a rank reads its part into a slot that no step computes with."""
+
+    slot: int
+    file: AdapterFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,10 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._watchers: list[threading.Thread] = []
         self._closing = False
+        # The loop tells of copies, and who loads adapters of these.
+        self._telling = threading.Lock()
+        # What the other ranks' layers are in the checkpoint, once they are ready.
+        self.modules: dict[str, Module] = {}
 
     def start(self, request: LoadRequest, library: NativeLibrary) -> tuple[LoadRequest, Ranks]:
         """Starts the others, who begin to load their parts; returns what the leader's part of the load is,
@@ -152,6 +167,8 @@ class RankGroup:
             if kind == REFUSED:
                 is_checkpoint, text = said
                 raise (CheckpointError if is_checkpoint else ConfigError)(text)
+            (modules,) = said
+            self.modules |= modules
         for rank, process in enumerate(self._processes, 1):
             watcher = threading.Thread(
                 target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
@@ -167,16 +184,37 @@ class RankGroup:
         # Where this process goes on, nobody waits for that rank any more.
         self._ranks.end()
 
-    def tell(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Has all copy these blocks before the step that is handed over next."""
+    def tell(self, message: Sequence[tuple[int, int]] | SlotTask) -> None:
+        """Has all copy these blocks, or begin to read this adapter, before the step that is handed over next.
+        Called in any thread.
+        """
         assert self._ranks is not None, "started before"
-        for connection in self._connections:
+        with self._telling:
+            for connection in self._connections:
+                try:
+                    connection.send(message)
+                except OSError as error:
+                    # Its watcher ends the engine.
+                    _log.warning("a rank was not told of copies or of an adapter: %s", error.strerror)
+            self._ranks.num_messages += 1
+
+    def adapter_answers(self) -> list[str]:
+        """Why each of the others could not read the adapter that they were told of last, else "". Where one
+        says nothing, the engine ends.
+        """
+        found = []
+        for rank, connection in enumerate(self._connections, 1):
             try:
-                connection.send(copies)
-            except OSError as error:
-                # Its watcher ends the engine.
-                _log.warning("a rank was not told of copies: %s", error)
-        self._ranks.num_messages += 1
+                if not connection.poll(_ADAPTER_LIMIT_S):
+                    silent = f"rank {rank} of {self._shape.num_ranks} read no adapter in {_ADAPTER_LIMIT_S} s"
+                    self._on_lost(silent)
+                    found.append(silent)
+                    continue
+                found.append(connection.recv())
+            except (OSError, EOFError) as error:
+                # As above.
+                found.append(f"rank {rank} is gone: {type(error).__name__}")
+        return found
 
     def close(self) -> None:
         """Ends the others; further calls do nothing."""

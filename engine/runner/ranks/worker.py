@@ -14,12 +14,16 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from engine.adapters.build import native_slots
+from engine.adapters.store import modules_of
 from engine.model.back_end import Model, load_model
 from engine.model.forward_batch import ForwardBatch
 from engine.model.kept_weights import KeptWeights
+from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import CheckpointError
 from engine.runner.kv_storage import KvStorage
-from engine.runner.ranks.group import READY, REFUSED, RankTask
+from engine.runner.ranks.adapters import RankAdapters
+from engine.runner.ranks.group import READY, REFUSED, RankTask, SlotTask
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
 from kernels.native.library import load_level
@@ -38,9 +42,16 @@ _NAP_S = 0.1
 class Follower:
     """A rank's model and cache, and the leader's steps."""
 
-    def __init__(self, model: Model, storage: KvStorage, ranks: Ranks, connection: Connection) -> None:
+    def __init__(
+        self,
+        model: Model,
+        storage: KvStorage,
+        ranks: Ranks,
+        connection: Connection,
+        adapters: RankAdapters,
+    ) -> None:
         self._model, self._storage, self._ranks = model, storage, ranks
-        self._connection = connection
+        self._connection, self._adapters = connection, adapters
         self._num_read = 0
         # Hidden states [T, E] of the last forward.
         self._hidden: object = None
@@ -62,7 +73,11 @@ class Follower:
         return True
 
     def _read(self) -> None:
-        self._storage.copy_blocks(self._connection.recv())
+        message = self._connection.recv()
+        if isinstance(message, SlotTask):
+            self._adapters.begin(message)
+        else:
+            self._storage.copy_blocks(message)
         self._num_read += 1
 
     def _batch(self) -> ForwardBatch:
@@ -77,6 +92,7 @@ class Follower:
                 block_tables=block_tables,
                 block_size=self._storage.block_size,
             ),
+            adapter_rows=self._ranks.adapter_rows(),
         )
 
 
@@ -102,13 +118,19 @@ def serve(connection: Connection, memory: int) -> None:
     except ConfigError as error:
         connection.send((REFUSED, isinstance(error, CheckpointError), str(error)))
         return
+    assert isinstance(model, NativeDecoder), "with a library"
+    linears = native_slots(model, task.request.config.adapters, dtype=task.request.dtype)
     storage = KvStorage(task.request.spec, device=HOST, **task.storage)
-    connection.send((READY,))
-    follower = Follower(model, storage, ranks, connection)
-    while not ranks.is_over:
-        if not follower.follow():
-            # Nobody waits at present.
-            kept.write_later()
+    connection.send((READY, modules_of(linears)))
+    adapters = RankAdapters(linears, connection)
+    follower = Follower(model, storage, ranks, connection, adapters)
+    try:
+        while not ranks.is_over:
+            if not follower.follow():
+                # Nobody waits at present.
+                kept.write_later()
+    finally:
+        adapters.close()
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.adapters.rows import BLOCK_ROWS, NO_ADAPTER, AdapterRows
 from kernels.experts.native import ExpertsApart, sparse_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
@@ -191,6 +192,12 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
         for name, array in zip(names, arrays, strict=True):
             setattr(step, name, array.ctypes.data)
         step.num_tokens, step.num_sequences, step.max_blocks = tokens, sequences, columns
+        adapted = AdapterRows.of(random.integers(-1, 3, tokens) if tokens > 1 else np.array([NO_ADAPTER]))
+        step.num_adapter_blocks = 0 if adapted is None else len(adapted.blocks)
+        if adapted is not None:
+            step.adapter_rows, step.adapter_blocks = (
+                each.ctypes.data for each in (adapted.rows, adapted.blocks)
+            )
         leader.num_messages += 1
         run(native, leader, [forward])
         assert follower.wait(LIMIT_S)
@@ -198,6 +205,11 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
         assert follower.num_messages_before == leader.num_messages[0]
         for ours, theirs in zip(follower.arrays(), arrays, strict=True):
             assert (ours.ravel() == theirs).all()
+        arrived = follower.adapter_rows()
+        assert (arrived is None) == (adapted is None)
+        if arrived is not None and adapted is not None:
+            assert (arrived.rows == adapted.rows).all()
+            assert (arrived.blocks == adapted.blocks).all()
         # Until a rank is through with a step nothing of that is written to.
         leading = threading.Thread(target=run, args=(native, leader, [logits]), daemon=True)
         leading.start()
@@ -216,6 +228,9 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
 def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[int, ...], count: int) -> None:
     leader, *_ = views(native, shape_of(2))
     starts = np.cumsum([0, *lengths])
+    slots = np.random.default_rng(count).integers(-1, 4, int(starts[-1]))
+    adapted = AdapterRows.of(slots)
+    assert adapted is not None
     contexts = np.array(lengths) + np.arange(len(lengths)) * 7
     rows, tables = np.arange(3 * starts[-1]).reshape(3, -1), np.arange(len(lengths) * 4).reshape(-1, 4)
     step = StepStruct(
@@ -228,6 +243,9 @@ def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[in
         query_starts=starts.ctypes.data,
         context_lens=contexts.ctypes.data,
         block_tables=tables.ctypes.data,
+        num_adapter_blocks=len(adapted.blocks),
+        adapter_rows=adapted.rows.ctypes.data,
+        adapter_blocks=adapted.blocks.ctypes.data,
     )
 
     def numbers(address: int, size: int) -> list[int]:
@@ -245,6 +263,14 @@ def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[in
         assert numbers(own.query_starts, sequences + 1) == expected.query_starts
         assert numbers(own.context_lens, sequences) == expected.context_lens
         assert numbers(own.block_tables, 4) == list(tables[expected.first_sequence])
+        found = np.full(size, NO_ADAPTER)
+        for block in range(own.num_adapter_blocks):
+            first, num_rows, slot = numbers(own.adapter_blocks + 24 * block, 3)
+            assert 1 <= num_rows <= BLOCK_ROWS
+            for row in numbers(own.adapter_rows + 8 * first, num_rows):
+                assert found[row] == NO_ADAPTER, "each row is in one block"
+                found[row] = slot
+        assert (found == slots[expected.begin : expected.begin + size]).all()
 
 
 @pytest.mark.parametrize("count", [1, 3])

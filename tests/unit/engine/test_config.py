@@ -49,7 +49,6 @@ def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
         ({"quantize": "w8a8"}, r"engine\.quantize: .*int8, int4 or off"),
         ({"speculation": {"method": "draft_model"}}, r"engine\.speculation\.method: .*ngram"),
         ({"speculation": {"method": "mtp"}}, r"engine\.speculation\.method: .*ngram"),
-        ({"adapters": {"slots": 1}}, r"engine\.adapters: .*without ranks"),
         ({"cache": {"host_bytes": 1 << 20}}, r"engine\.cache\.host_bytes: .*set it to 0"),
         ({"cache": {"disk_path": "/tmp/kept"}}, r"engine\.cache\.disk_path: "),
         ({"parallel": {"tensor": 0}}, "parallel.tensor"),
@@ -70,12 +69,9 @@ def test_what_does_not_go_with_ranks_is_named(table: dict[str, object], words: s
         load_section({"engine": {"parallel": {"tensor": 2}} | table}, "engine", EngineConfig).validate()
 
 
-def test_adapters_beside_a_checkpoint_are_left_out_where_ranks_share_it() -> None:
+def test_adapters_beside_a_checkpoint_are_served_where_ranks_share_it() -> None:
     tables = {"model": {"path": "models/millrace-nano"}, "engine": {"parallel": {"tensor": 2}}}
-    assert load(tables).adapters.paths == {}
-    tables["engine"] |= {"adapters": {"paths": {"mine": "models/millrace-nano/adapters/pirate"}}}
-    with pytest.raises(ConfigError, match=r"engine\.adapters: does not go with engine\.parallel\.tensor = 2"):
-        load(tables)
+    assert load(tables).adapters.paths.keys() == {"entries", "pirate"}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ import transformers
 from services.drafter.lessons import Lesson
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.drafting import HEAD_DIM, NUM_LAYERS, learned_by_heart, lessons_of
+from tests.unit.engine.runner.ranked import no_rank_stays, packed_parts, parts_are_kept
+
+__all__ = ["no_rank_stays", "packed_parts", "parts_are_kept"]
 
 
 @pytest.fixture(scope="module")

@@ -1,50 +1,37 @@
-"""Ranks that share a model: the tokens of one process, the same bits every time, and nothing left behind.
-
-A rank has its part from a process that packs it, or finds it packed. Here the latter, since the former costs
-an import of torch at each start; tests of real engines (`test_lost_ranks`) have the other way.
-"""
+"""Ranks that share a model: the tokens of one process, the same bits every time, and nothing left behind."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
 import shutil
 import signal
-import threading
-from collections.abc import Iterator
 from contextlib import closing
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import llguidance
-import msgspec
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, PackedWeightsConfig, ParallelConfig
-from engine.model import kept_weights, loader
-from engine.model.checkpoint import LoadRequest
-from engine.model.kept_weights import KeptWeights
+from engine.config import EngineConfig, ParallelConfig
 from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import CheckpointError
 from engine.runner.base import RunnerBroken
 from engine.runner.build import build_here
-from engine.runner.ranks.group import RankGroup
 from engine.runner.runner import ModelRunner
 from engine.speculation_config import SpeculationConfig
 from engine.types import GrammarSpec, SamplingParams, ScheduledSequence, SchedulerOutput
-from kernels.native.library import NativeLibrary, NativeUnavailableError, load_native
+from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.quantization import writers
 from tests.unit.engine.runner.driver import Driver, Job, new_sequence, open_runner, prompt_of
+from tests.unit.engine.runner.ranked import is_rank, shared
 
+pytestmark = pytest.mark.usefixtures("no_rank_stays", "parts_are_kept")
 BUNDLED = Path("models/millrace-nano")
 GREEDY = SamplingParams(temperature=0.0, logprobs=5)
 # Where a sum over inputs is cut, its terms are added in another order: float32 differs in its last bits, and
@@ -56,85 +43,6 @@ try:
     load_native()
 except NativeUnavailableError as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def _nobody_stays() -> Iterator[None]:
-    """Ranks end with their runner; what they share has no name and goes with them."""
-    before = _shared_memory()
-    # What other tests left is not looked through: of a whole stage that takes seconds.
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
-    assert not [each for each in psutil.Process().children() if _is_rank(each)]
-    assert _shared_memory() <= before
-    assert not [link for link in _open_files() if "millrace-ranks" in link]
-
-
-def _shared_memory() -> set[str]:
-    """Names of it, but for those by which blocks are handed over: tests beside this one may do that."""
-    return {each for each in os.listdir("/dev/shm") if not each.startswith("millrace-blocks-")}
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    return "engine.runner.ranks.worker" in process.cmdline()
-
-
-def _open_files() -> list[str]:
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:
-            continue
-    return found
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedWeightsConfig:
-    """Where the parts of ranks are kept."""
-    return PackedWeightsConfig(path=str(tmp_path_factory.mktemp("packed")), min_bytes=0)
-
-
-@pytest.fixture(autouse=True)
-def _parts_are_kept(monkeypatch: pytest.MonkeyPatch, packed: PackedWeightsConfig) -> None:
-    """Before a rank is told what to load, that is packed in this process, which has torch."""
-    request_of = RankGroup._request
-
-    def received(request: LoadRequest, library: NativeLibrary, progress: Any) -> loader.Received:
-        ours, theirs = Pipe()
-        thread = threading.Thread(target=loader._serve, args=(theirs,), daemon=True)
-        with ours, theirs:
-            thread.start()
-            ours.send((library.level, request))
-            found = loader._receive_model(ours, library, progress)
-            thread.join()
-        return found
-
-    def packed_before(group: RankGroup, request: LoadRequest, rank: int) -> LoadRequest:
-        own = request_of(group, request, rank)
-        if rank:
-            own = msgspec.structs.replace(
-                own, config=msgspec.structs.replace(own.config, packed_weights=packed)
-            )
-            kept = KeptWeights(packed)
-            with contextlib.suppress(CheckpointError):
-                kept.load(own, load_native(), lambda stage, part: None)
-            written = kept.write_later()
-            if written is not None:
-                written.join()
-        return own
-
-    monkeypatch.setattr(kept_weights, "receive_in_subprocess", received)
-    monkeypatch.setattr(RankGroup, "_request", packed_before)
-
-
-def shared(folder: Path, tensor: int = 2, expert: int = 1, pipeline: int = 1, **options: Any) -> ModelRunner:
-    """A runner of so many ranks, of a thread each unless they are asked for more."""
-    parallel = ParallelConfig(tensor=tensor, expert=expert, pipeline=pipeline)
-    options = {"num_threads": parallel.degrees.size, "parallel": parallel} | options
-    return open_runner(folder, native="required", **options)
 
 
 def answers(runner: ModelRunner, vocab_size: int = 199, num_tokens: int = 16, chunk: int = 29) -> list[Job]:
@@ -387,7 +295,7 @@ def test_a_killed_rank_breaks_the_runner(name: str, tmp_path: Path) -> None:
         config, ModelConfig(path=str(tmp_path)), lambda stage, part: None, on_lost=lost.append
     )
     with closing(runner):
-        (rank,) = [each for each in psutil.Process().children() if _is_rank(each)]
+        (rank,) = [each for each in psutil.Process().children() if is_rank(each)]
         rank.send_signal(signal.SIGKILL)
         driver = Driver(runner)
         with pytest.raises(RunnerBroken):

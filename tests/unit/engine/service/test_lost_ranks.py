@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from millrace.engine.v1 import engine_pb2
 
 from checkpoint.vocabulary import checkpoint_fingerprint
 from contract.errors import Reason
 from contract.proto.status import from_rpc_error
 from kernels.native.library import NativeUnavailableError, load_native
+from tests.unit.engine.adapters.broken import one_value
 from tests.unit.engine.service.engine_client import ROOT, Gateway, start_engine, tokens
 
 BUNDLED = ROOT / "models/millrace-nano"
@@ -67,6 +71,41 @@ async def greedy(settings: dict[str, str]) -> list[int]:
 
 async def test_an_engine_of_two_ranks_answers_as_one_of_one(settings: dict[str, str]) -> None:
     assert await greedy(settings | RANKS) == await greedy(settings)
+
+
+async def under_adapters(settings: dict[str, str], broken: Path) -> list[list[int]]:
+    """Answers of the plain model and of both bundled adapters, which take turns in the only slot; then one is
+    refused when it is added, one removed, and added again under another name.
+    """
+    names = ["", "pirate", "entries", "pirate", ""]
+    async with start_engine(str(BUNDLED), **settings, ADAPTERS__SLOTS="1") as engine:
+        gateway = Gateway(engine, checkpoint_fingerprint(str(BUNDLED)))
+        assert set((await gateway.hello()).adapters) == {"pirate", "entries"}
+        for handle, name in enumerate(names):
+            await gateway.submit(handle, PROMPT, adapter=name, max_tokens=20, temperature=0.0)
+        outputs = await gateway.until_ended(len(names))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await engine.stub.AddAdapter(engine_pb2.AddAdapterRequest(name="broken", path=str(broken)))
+        assert from_rpc_error(refused.value).reason is Reason.INVALID_ARGUMENT
+        await engine.stub.RemoveAdapter(engine_pb2.RemoveAdapterRequest(name="pirate"))
+        path = str(BUNDLED / "adapters/pirate")
+        await engine.stub.AddAdapter(engine_pb2.AddAdapterRequest(name="other", path=path))
+        await gateway.submit(9, PROMPT, adapter="other", max_tokens=20, temperature=0.0)
+        outputs |= await gateway.until_ended(1)
+        books = await engine.wait_until_idle()
+        assert books.ok, books.violation
+    return [tokens(outputs[handle, 0]) for handle in (*range(len(names)), 9)]
+
+
+async def test_adapters_of_an_engine_of_several_ranks(settings: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(BUNDLED / "adapters/pirate", broken)
+    one_value("B", float("nan"))(broken)
+    alone = await under_adapters(settings, broken)
+    assert alone[1] == alone[3] == alone[5]
+    assert len({tuple(each) for each in alone[:3]}) == 3
+    for ranks in (RANKS, STAGES):
+        assert await under_adapters(settings | ranks, broken) == alone
 
 
 @pytest.mark.parametrize(
