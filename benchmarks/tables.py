@@ -28,7 +28,7 @@ COMMANDS = {
     "batches_killed": "batches killed",
     "batches_million": "batches million",
     "chaos_bundled": "chaos --bundled",
-    "chaos_ranks": "chaos --ranks 2 --seconds 100",
+    "chaos_ranks": "chaos --ranks 2",
     "chaos_simulated": "chaos",
     "chaos_stop_20s": "chaos --stop --stop-seconds 20",
     "chaos_stop_20s_continued": "chaos --stop --bundled --clients-continue --stop-seconds 20",
