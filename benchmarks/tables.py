@@ -66,7 +66,6 @@ COMMANDS = {
     "drafters_tenants": f"{_DRAFTERS} --mixed --tasks extraction chat code summary --streams 8 32 64 "
     "--rounds 3 --answers 40 --draw sampled --only 'off again' suffix eagle3 medusa",
     "drafters_tasks": f"{_DRAFTERS} --rounds 3 --streams 1 --answers 24 --tasks extraction tools chat story",
-    "ranks_speed": "ranks_speed",
     "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",
