@@ -28,7 +28,7 @@ COMMANDS = {
     "batches_killed": "batches killed",
     "batches_million": "batches million",
     "chaos_bundled": "chaos --bundled",
-    "chaos_ranks": "chaos --ranks 2 --seconds 100",
+    "chaos_ranks": "chaos --ranks 2",
     "chaos_simulated": "chaos",
     "chaos_stop_20s": "chaos --stop --stop-seconds 20",
     "chaos_stop_20s_continued": "chaos --stop --bundled --clients-continue --stop-seconds 20",
@@ -66,7 +66,6 @@ COMMANDS = {
     "drafters_tenants": f"{_DRAFTERS} --mixed --tasks extraction chat code summary --streams 8 32 64 "
     "--rounds 3 --answers 40 --draw sampled --only 'off again' suffix eagle3 medusa",
     "drafters_tasks": f"{_DRAFTERS} --rounds 3 --streams 1 --answers 24 --tasks extraction tools chat story",
-    "ranks_speed": "ranks_speed",
     "packed_start": "packed_start --model QWEN3-0.6B --quantize int4 --rounds 3",
     "prefix_restart": "prefix_restart --rounds 3",
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",

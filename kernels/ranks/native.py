@@ -148,6 +148,7 @@ class Ranks:
         self._num_steps = 0
         self._wait = library.function("millrace_rank_wait", c_int64, (c_void_p, c_int64, c_int64))
         self._end = library.function("millrace_rank_end", None, (c_void_p,))
+        self._wake = library.function("millrace_rank_wake", None, (c_void_p,))
         # Threads that have sent their rows of the present micro-batch.
         self._through = np.zeros(1, np.int64)
 
@@ -176,6 +177,10 @@ class Ranks:
         """Whether a rank was lost, or told to end: then what was computed since is nothing."""
         over = self._view(2 * _ALIGNMENT, (1,), np.uint32)
         return bool(over[0])
+
+    def wake(self) -> None:
+        """Ranks that sleep until a step is handed over stop waiting, and may read what was sent to them."""
+        self._wake(self._words)
 
     def end(self) -> None:
         """Whoever waits goes on at once, for good."""

@@ -263,6 +263,9 @@ int64_t millrace_rank_wait(uint32_t* words, int64_t step, int64_t limit_ms) {
   return wait_for(words, kStepWord, static_cast<uint32_t>(step + 1), kIdleSpinUs, limit_ms, limit_ms);
 }
 
+// Whoever sleeps until a step is handed over looks around: there is something to read beside the memory.
+void millrace_rank_wake(uint32_t* words) { wake_sleepers(words, kStepWord); }
+
 // All is over: whoever waits goes on at once, and finds that out.
 void millrace_rank_end(uint32_t* words) {
   put(words, kOverWord, 1);

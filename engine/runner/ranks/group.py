@@ -197,6 +197,9 @@ class RankGroup:
                     # Its watcher ends the engine.
                     _log.warning("a rank was not told of copies or of an adapter: %s", error.strerror)
             self._ranks.num_messages += 1
+        if isinstance(message, SlotTask):
+            # Nobody hands a step over where all requests wait for this adapter.
+            self._ranks.wake()
 
     def adapter_answers(self) -> list[str]:
         """Why each of the others could not read the adapter that they were told of last, else "". Where one

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -330,6 +331,18 @@ def test_a_step_without_room_is_refused(native: NativeLibrary, size: tuple[int, 
     leader.check(70, 5, 7)
     with pytest.raises(ValueError, match="ranks have room for 70, 5 and 7"):
         leader.check(*size)
+
+
+def test_who_waits_for_a_step_looks_around_when_woken(native: NativeLibrary) -> None:
+    leader, follower = views(native, shape_of(2))
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(follower.wait(100 * LIMIT_S)), daemon=True)
+    waiting.start()
+    end_s = time.monotonic() + LIMIT_S
+    while waiting.is_alive() and time.monotonic() < end_s:
+        leader.wake()
+        waiting.join(0.01)
+    assert found == [False]
 
 
 def test_who_waits_goes_on_when_all_is_over(native: NativeLibrary) -> None:
