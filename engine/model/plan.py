@@ -325,8 +325,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     float12 = packs_float12(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
-    weights += _tied_head_bytes(given, float12=float12)
-    weights += given.scorer_bytes if given.device == "cpu" else 0
+    weights += _tied_head_bytes(given, float12=float12) + (given.scorer_bytes if given.device == "cpu" else 0)
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtypes)
