@@ -17,6 +17,7 @@ _TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -56,19 +57,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
     },
 }
+_DEFAULTS["gemma4_unified_text"] = _DEFAULTS["gemma4_text"] | {"max_position_embeddings": 262_144}
 _PREFIXES = (
     (r"^(model\.)?language_model\.(model\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
     r"mtp\.|(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|"
-    r"embed_audio)\."
+    r"vision_embedder|embed_audio)\."
 )
 WHOLES = (
     "AyaVisionForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
