@@ -69,13 +69,15 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
             yield hidden, [indexer.num_heads]
         return
     heads = spec.heads_of(index)
-    queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    values, mixed = heads.num_kv_heads * heads.value_dim, heads.num_heads * heads.value_dim
     sizes = [queries] if heads.cache_of is not None else [queries, keys]
-    sizes += [keys] * (len(sizes) > 1 and not heads.values_of_keys)
-    sizes += [queries] * (spec.attention_gate == "apart")
+    sizes += [values] * (len(sizes) > 1 and not heads.values_of_keys)
+    if spec.attention_gate in ("apart", "one_per_head"):
+        sizes.append(mixed if spec.attention_gate == "apart" else heads.num_heads)
     if spec.fused_qkv != "by_head" and spec.attention_gate != "by_head":
         yield hidden, sizes if spec.fused_qkv == "none" else [sum(sizes)]
-    yield queries, [hidden]
+    yield mixed, [hidden]
 
 
 def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:

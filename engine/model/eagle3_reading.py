@@ -77,6 +77,7 @@ def _read_attention(weights: WeightReader, spec: ModelSpec) -> tuple[Linear, Att
         qkv=_product(joined[:, inputs:]),
         output=read_linear(weights, [f"{_LAYER}.self_attn.o_proj"], [inputs], sizes[0], spec.output_bias),
         sizes=sizes,
+        mixed_size=sizes[0],
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         options=AttentionOptions(scale=spec.attention_scale),

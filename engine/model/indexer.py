@@ -66,4 +66,7 @@ def torch_attention(spec: ModelSpec, kind: type[Any] = BACKENDS["torch"]) -> Any
     """The back end `kind` for a model's layers; for those with an indexer the one that there is."""
     if spec.latent is not None and spec.latent.indexer is not None:
         return IndexedAttention(num_heads=spec.num_heads)
-    return for_heads(kind, spec.num_heads, [each.num_heads for each in spec.cache_shapes])
+    if spec.latent is not None:
+        return for_heads(kind, [(spec.num_heads, 1)])
+    each = map(spec.heads_of, spec.attending)
+    return for_heads(kind, [(heads.num_heads, heads.num_kv_heads) for heads in each])

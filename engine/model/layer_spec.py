@@ -9,8 +9,11 @@ class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
     """The attention of one layer."""
 
     num_kv_heads: int
-    # Elements of a head's query, key and value.
+    # Elements of a head's query and key, and of its value.
     head_dim: int
+    value_dim: int
+    # Of queries.
+    num_heads: int
     # Whether values are the keys, as they are before norm and rotation.
     values_of_keys: bool = False
     # The layer before this one whose keys and values are read; None: the layer stores its own.

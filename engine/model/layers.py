@@ -99,6 +99,10 @@ def read_linear(
 
 def read_norm(weights: WeightReader, name: str, size: int, spec: ModelSpec) -> Norm:
     """The norm `name` of `size` elements between half layers, or at the end."""
+    if not spec.norm_weights:
+        return Norm(
+            weight=torch.ones(size, device=weights.device), eps=spec.norm_eps, centered=spec.norm == "layer"
+        )
     weight = read_floats(weights, f"{name}.weight", size)
     return Norm(
         weight=weight + 1.0 if spec.norm_offset else weight,
@@ -165,9 +169,10 @@ def entering(
 def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Attention:
     """The attention of layer `index`."""
     heads = spec.heads_of(index)
-    queries, keys = spec.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    values, mixed = heads.num_kv_heads * heads.value_dim, heads.num_heads * heads.value_dim
     sizes = (
-        [queries, keys, 0 if heads.values_of_keys else keys] if heads.cache_of is None else [queries, 0, 0]
+        [queries, keys, 0 if heads.values_of_keys else values] if heads.cache_of is None else [queries, 0, 0]
     )
     parts = [(f"{prefix}.{part}_proj", size) for part, size in zip("qkv", sizes, strict=True) if size]
     if heads.cache_of is not None:
@@ -181,14 +186,16 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
     if spec.attention_gate == "by_head":
         outputs = [2 * sizes[0], *sizes[1:]]
         order = _gates_last(spec).to(weights.device)
-    elif spec.attention_gate == "apart":
-        names, outputs = [*names, f"{prefix}.gate_proj"], [*outputs, queries]
+    num_gates = {"none": 0, "one_per_head": heads.num_heads}.get(spec.attention_gate, mixed)
+    if num_gates and spec.attention_gate != "by_head":
+        names, outputs = [*names, f"{prefix}.gate_proj"], [*outputs, num_gates]
     rope = spec.rope_of_layer[index]
     attention = Attention(
         qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias, order),
-        output=read_linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], sizes[0], spec.output_bias),
+        output=read_linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], mixed, spec.output_bias),
         sizes=sizes,
-        num_heads=spec.num_heads,
+        mixed_size=mixed,
+        num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         options=AttentionOptions(
             scale=spec.attention_scale,
@@ -201,24 +208,28 @@ def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: i
         interleaved=spec.ropes[rope].interleaved,
         qk_norm="none",
         norm_last=spec.qk_norm_last,
-        gated=spec.attention_gate != "none",
+        value_scale=spec.value_scale,
+        num_gates=num_gates,
+        gate_kind=spec.attention_gate_kind,
     )
     if spec.qk_norm != "none" and (spec.qk_norm != "unit" or spec.ropes[rope].rotary_dim):
         attention.qk_norm = "full" if spec.qk_norm == "full" else "head"
         read = partial(_head_norm, weights, spec=spec, size=heads.head_dim)
-        attention.q_norm = read(f"{prefix}.q_norm", spec.num_heads)
+        attention.q_norm = read(f"{prefix}.q_norm", heads.num_heads)
         attention.k_norm = read(f"{prefix}.k_norm", heads.num_kv_heads) if attention.stores else None
     if spec.value_norm and attention.stores:
         attention.v_norm = unit_norm(heads.head_dim, spec.norm_eps, weights.device)
-    if spec.attention_sinks:
-        attention.sinks = read_floats(weights, f"{prefix}.sinks", spec.num_heads)
+    if spec.attention_sinks and (spec.windows[index] or not spec.sinks_in_windows):
+        attention.sinks = read_floats(weights, f"{prefix}.sinks", heads.num_heads)
     return attention
 
 
 def _from_heads(spec: ModelSpec) -> Tensor:
-    """Rows of q, k and v, which are stored head by head: q, k, v of the first, of the second and so on."""
-    rows = torch.arange(3 * spec.num_heads * spec.head_dim)
-    return rows.view(spec.num_heads, 3, spec.head_dim).transpose(0, 1).flatten()
+    """Rows of q, k and v, which are stored by heads of keys: its queries, k, v of the first, and so on."""
+    group = spec.num_heads // spec.num_kv_heads
+    rows = torch.arange((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+    queries, *others = rows.view(spec.num_kv_heads, group + 2, spec.head_dim).split((group, 1, 1), dim=1)
+    return torch.cat((queries.flatten(), *(each.flatten() for each in others)))
 
 
 def unit_norm(size: int, eps: float, device: torch.device) -> Norm:
@@ -252,7 +263,7 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     """x [T, E] -> [T, E]; writes this step's keys and values."""
     kernels, options = step.kernels, attention.options
     norms = attention.q_norm, attention.k_norm
-    sizes = [*attention.sizes, *([attention.sizes[0]] if attention.gated else [])]
+    sizes = [*attention.sizes, *([attention.num_gates] if attention.num_gates else [])]
     if step.read is not None:
         step.read(x)
     q, k, v, *gates = torch.split(multiply(attention.qkv, x, step.adapters), sizes, dim=-1)
@@ -271,8 +282,10 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     sinks = cast("Tensor | None", attention.sinks)
     mixed = step.attention.run(step.plan_of(cache), q, cache, options, sinks).flatten(1)
     for gate in gates:
-        apply = step.kernels.recurrent.gated_norm
-        gated = apply(mixed, gate, None, 0.0, size=mixed.shape[1], gate_first=False, kind="sigmoid")
+        apply, each = step.kernels.recurrent.gated_norm, gate
+        if attention.num_gates < attention.mixed_size:
+            each = gate.repeat_interleave(attention.mixed_size // attention.num_gates, dim=1)
+        gated = apply(mixed, each, None, 0.0, size=mixed.shape[1], gate_first=False, kind=attention.gate_kind)
         mixed = gated.to(step.dtype)
     return multiply(attention.output, mixed, step.adapters)
 
@@ -285,7 +298,9 @@ def _turn_and_store(
     cos, sin = step.rotations[attention.rope]
     k = k.reshape(k.shape[0], attention.num_kv_heads, -1)
     # Values may be the keys, as they are here.
-    v = v.reshape(k.shape) if attention.sizes[2] else k
+    v = v.reshape(*k.shape[:2], -1) if attention.sizes[2] else k
+    if attention.value_scale != 1.0:
+        v = v * attention.value_scale
     if attention.norm_last:
         # What is left to the kernel then is the write to the cache: there is nothing to turn.
         q, k = (rotate(part, cos, sin, interleaved=attention.interleaved) for part in (q, k))

@@ -93,9 +93,9 @@ class ProgramBuilder:
         self.num_threads = num_threads
         changes = [linear.changes for linear in model.linears()]
         self.adapter_width = max((each.inner_width for each in changes if each is not None), default=0)
-        # By kv heads and size of values; and those that are made for the step.
-        self._plans: dict[tuple[int, int], NativeAttentionPlan] = {}
-        self._planned: set[tuple[int, int]] = set()
+        # By heads of queries, of keys, and size of values; and those that are made for the step.
+        self._plans: dict[tuple[int, int, int], NativeAttentionPlan] = {}
+        self._planned: set[tuple[int, int, int]] = set()
         # Where votes for what is in a cache go, by its id.
         self.vote_rows: dict[int, int] = {}
         self.expert_buffers: ExpertBuffers | None = None
@@ -330,14 +330,14 @@ class ProgramBuilder:
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
         width = sum(attention.sizes)
-        qkv = self.buffer("qkv", width + (attention.sizes[0] if attention.gated else 0))
-        mixed = self.buffer("mixed", attention.sizes[0])
+        qkv = self.buffer("qkv", width + attention.num_gates)
+        mixed = self.buffer("mixed", attention.mixed_size)
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, cache, qkv)
         self._copy_slots(cache)
         self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x)
-        if attention.gated:
-            add_gate(self, mixed, qkv[:, width:])
+        if attention.num_gates:
+            add_gate(self, mixed, qkv[:, width:], attention.gate_kind, attention.num_gates)
         self.product_of_parts(attention.output, mixed, out, join)
 
     def attend(
@@ -374,14 +374,14 @@ class ProgramBuilder:
 
     def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
         """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""
-        kind = (num_kv_heads, width // num_heads)
+        kind = (num_heads, num_kv_heads, width // num_heads)
         plan = self._plans.get(kind)
         if plan is None:
             plan = self._plans[kind] = NativeAttentionPlan(
                 self.library,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                value_dim=kind[1],
+                value_dim=kind[2],
                 block_size=block_size,
             )
         if kind not in self._planned:
@@ -423,6 +423,7 @@ class ProgramBuilder:
             qkv_stride=row_stride(qkv),
             stores=int(attention.stores),
             value_kind=_value_kind(attention),
+            value_scale=0.0 if attention.value_scale == 1.0 else attention.value_scale,
         )
         self.add("rope_cache", args, attention, cos, sin, scales)
 

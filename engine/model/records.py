@@ -84,8 +84,9 @@ class Attention:
 
     qkv: Linear
     output: Linear
-    # Outputs of q, k and v, of which those are 0 that there are no products for.
+    # Outputs of q, k and v, of which those are 0 that there are no products for; and what `output` takes.
     sizes: Sequence[int]
+    mixed_size: int
     num_heads: int
     num_kv_heads: int
     options: AttentionOptions
@@ -101,8 +102,11 @@ class Attention:
     # Norm of values, which has no learned weights.
     v_norm: Norm | None = None
     sinks: Values | None = None  # [H]
-    # Whether `qkv` gives gates, too, behind the values: as many as queries.
-    gated: bool = False
+    # What plain values are multiplied by.
+    value_scale: float = 1.0
+    # Gates that `qkv` gives, too, behind the values: one for each element that `output` takes, or each head.
+    num_gates: int = 0
+    gate_kind: str = "sigmoid"
 
     @property
     def stores(self) -> bool:

@@ -256,9 +256,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    # These three are the largest, where layers differ.
     num_heads: int
     num_kv_heads: int
-    # The largest one's, where layers differ.
     head_dim: int
     # Attention layer by layer, and inner sizes of feed-forwards; empty where all layers have the same.
     layer_heads: tuple[LayerHeads, ...] = ()
@@ -304,18 +304,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_soft_cap: float | None = None
     # A learned score per head that takes part in the softmax and attends to nothing.
     attention_sinks: bool = False
+    # Whether layers with a window alone have them.
+    sinks_in_windows: bool = False
     logit_soft_cap: float | None = None
     logit_scale: float = 1.0
     # All norms: root-mean-square, or layer norms (those outside attention with biases or without).
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
+    # Whether those between half layers, and at the end, have weights.
+    norm_weights: bool = True
     # Norms of queries and keys: per head, each head by weights of its own, over all heads together; or per
     # head without weights, in layers that rotate ("unit").
     qk_norm: Literal["none", "head", "each", "full", "unit"] = "none"
     # Whether those come after the rotation.
     qk_norm_last: bool = False
-    # Whether values are normed per head, too, without weights.
+    # Whether values are normed per head, too, without weights; and what they are multiplied by.
     value_norm: bool = False
+    value_scale: float = 1.0
     # "pre": before each half layer; "post": after it; "sandwich": both. "sum": of the stream after it, which
     # the norm takes the place of. "parallel": before each, and both take what the layer was given;
     # "parallel_shared": by one norm.
@@ -334,7 +339,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     # Whether that factor is rounded to the serving type, as it was in training.
     rounds_embedding_scale: bool = False
-    # Whether q, k, v are stored as one tensor, and in which order: all of q first, or head by head.
+    # Whether q, k, v are stored as one tensor, and in which order: all of q first, or by heads of keys.
     fused_qkv: Literal["none", "whole", "by_head"] = "none"
     # Whether gate and up are, and whether up comes first.
     fused_gate_up: bool = False
@@ -351,9 +356,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Layers that attend, and that have a feed-forward; None is all. Others have a state, or no such half.
     attention_layers: tuple[int, ...] | None = None
     feed_forward_layers: tuple[int, ...] | None = None
-    # A gate of each element, by whose sigmoid attention is multiplied: stored behind each head's query, or in
-    # another tensor.
-    attention_gate: Literal["none", "by_head", "apart"] = "none"
+    # A gate that attention is multiplied by: one for each element, stored behind each head's query, or in
+    # another tensor; or one for each head, stored so.
+    attention_gate: Literal["none", "by_head", "apart", "one_per_head"] = "none"
+    attention_gate_kind: Literal["sigmoid", "softplus"] = "sigmoid"
     # How the checkpoint's linear layers are quantized; None where they are not.
     quantization: Scheme | None = None
     # How the model pools what it has read; None where it generates.
@@ -408,7 +414,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Sizes of a layer's attention."""
         if self.layer_heads:
             return self.layer_heads[layer]
-        return LayerHeads(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return LayerHeads(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )
 
     def reach_of(self, layer: int) -> int:
         """Tokens that a layer's attention looks back on at most; 0 is all."""
@@ -466,8 +477,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return CacheShape(
             num_heads=heads.num_kv_heads,
             key_dim=heads.head_dim,
-            value_dim=heads.head_dim,
-            shared_value_dim=heads.head_dim,
+            value_dim=heads.value_dim,
+            shared_value_dim=heads.value_dim,
         )
 
     @property
@@ -483,17 +494,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value_dim(self) -> int:
-        """Size of a head's attention output."""
-        return self.latent.kv_rank if self.latent else self.head_dim
+        """Size of a head's attention output; the largest where layers differ."""
+        if self.latent:
+            return self.latent.kv_rank
+        return max(heads.value_dim for heads in self.layer_heads) if self.layer_heads else self.head_dim
 
     @property
     def attention_balance(self) -> float:
         """Positions that a token looks back on in as many products as all its linear layers have. Layers
         with a window do not count, since theirs do not grow; nor does the head, which few tokens need.
         """
-        num_full = sum(not self.reach_of(layer) for layer in self.attending)
-        looked_at = num_full * self.num_heads * (self.query_key_dim + self.value_dim)
-        return sum(map(self._linear_products, range(self.num_layers))) / looked_at if num_full else math.inf
+        each = [self.heads_of(layer) for layer in self.attending if not self.reach_of(layer)]
+        looked_at = sum(heads.num_heads * (heads.head_dim + heads.value_dim) for heads in each)
+        if self.latent:
+            looked_at = len(each) * self.num_heads * (self.query_key_dim + self.value_dim)
+        return sum(map(self._linear_products, range(self.num_layers))) / looked_at if each else math.inf
 
     def _linear_products(self, layer: int) -> int:
         experts, width = self.experts, self.intermediate_size_of(layer)
@@ -501,9 +516,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             active = experts.num_active * experts.intermediate_size + experts.shared_intermediate_size
             width = active + (width if experts.joins_dense else 0)
         heads, stored = self.heads_of(layer), self.cache_shape(layer)
-        queries = self.num_heads * heads.head_dim
-        values = 0 if stored is None else 2 * stored.num_heads * stored.key_dim
-        return self.hidden_size * (2 * queries + values + (3 if self.gated else 2) * width)
+        queries = heads.num_heads * (heads.head_dim + heads.value_dim)
+        stores = 0
+        if stored is not None:
+            stores = stored.num_heads * (
+                stored.key_dim + (stored.key_dim if self.latent else stored.value_dim)
+            )
+        return self.hidden_size * (queries + stores + (3 if self.gated else 2) * width)
 
 
 def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:

@@ -198,18 +198,22 @@ def _add_scan(
     builder.add("state_scan", scan, mixer, cache, channels, factors, mixed)
 
 
-def add_gate(builder: OpBuilder, mixed: Floats, gates: Floats, kind: str = "sigmoid") -> None:
-    """mixed [T, X] times the activation of gates, in place."""
+def add_gate(
+    builder: OpBuilder, mixed: Floats, gates: Floats, kind: str = "sigmoid", num_gates: int = 0
+) -> None:
+    """mixed [T, X] times the activation of gates, in place: of X, or of `num_gates`, each for a run of X."""
     width = mixed.shape[1]
+    num_gates = num_gates or width
     args = GatedRowArgs(
         step=builder.step,
         x=address_of(mixed),
         gate=address_of(gates),
         out=address_of(mixed),
         width=width,
-        size=width,
+        size=width if num_gates == width else width // num_gates,
         x_stride=row_stride(mixed),
         gate_stride=row_stride(gates),
         gate_kind=GATES[kind],
+        shares_gate=int(num_gates < width),
     )
     builder.add("gated_norm", args, mixed, gates)

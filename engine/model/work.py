@@ -43,7 +43,7 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
         multiplied -= len(spec.experts.layers) * idle * per_expert
     return ModelWork(
         flop_per_token=2.0 * multiplied,
-        flop_per_position=2.0 * spec.num_heads * _dims_per_position(spec),
+        flop_per_position=2.0 * _dims_per_position(spec),
         layers=tuple(Counter(map(spec.reach_of, spec.attending)).items()),
         weights_bytes=sum(each.weights_bytes for each in plans) * ranks,
         kv_bytes_per_token=sum(each.kv_bytes_per_token for each in plans) * ranks,
@@ -53,10 +53,11 @@ def work_of(given: PlanInput, plan: MemoryPlan, device_name: str = "") -> ModelW
 
 
 def _dims_per_position(spec: ModelSpec) -> float:
-    """Elements of a query and of a value that a head multiplies at each position, the layers' average."""
+    """Elements of queries and of values that all heads multiply at each position, the layers' average."""
     if spec.latent is not None:
-        return float(spec.query_key_dim + spec.value_dim)
-    return 2.0 * sum(spec.heads_of(layer).head_dim for layer in range(spec.num_layers)) / spec.num_layers
+        return float(spec.num_heads * (spec.query_key_dim + spec.value_dim))
+    each = map(spec.heads_of, range(spec.num_layers))
+    return sum(heads.num_heads * (heads.head_dim + heads.value_dim) for heads in each) / spec.num_layers
 
 
 def _data_sheet(device_name: str) -> tuple[float, float]:

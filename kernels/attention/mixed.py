@@ -1,5 +1,5 @@
-"""Attention of models whose layers differ in the number of kv heads: a back end for each number, of which a
-layer's cache says which one serves it.
+"""Attention of models whose layers differ in the number of heads: a back end for each number of query heads
+and of kv heads, of which a layer's queries and cache say which one serves it.
 
 Shape letters: T tokens, H query heads, D key dim, E value dim.
 """
@@ -18,33 +18,33 @@ from kernels.paged_cache.store import LayerCache
 
 
 class MixedAttention:
-    """See the module. `backends` are by number of kv heads. Its steps are not captured in graphs."""
+    """See the module. `backends` are by query and kv heads. Its steps are not captured in graphs."""
 
-    def __init__(self, backends: dict[int, AttentionBackend]) -> None:
+    def __init__(self, backends: dict[tuple[int, int], AttentionBackend]) -> None:
         self.backends = backends
         self.name = next(iter(backends.values())).name
 
-    def plan(self, batch: RaggedBatch, device: torch.device) -> dict[int, Any]:
+    def plan(self, batch: RaggedBatch, device: torch.device) -> dict[tuple[int, int], Any]:
         """Each back end's plan of the step."""
-        return {number: backend.plan(batch, device) for number, backend in self.backends.items()}
+        return {numbers: backend.plan(batch, device) for numbers, backend in self.backends.items()}
 
     def run(
         self,
-        plan: dict[int, Any],
+        plan: dict[tuple[int, int], Any],
         q: Tensor,
         cache: LayerCache,
         options: AttentionOptions,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
-        number = cache.tensors()[0].shape[1]
-        return self.backends[number].run(plan[number], q, cache, options, sinks)
+        numbers = (q.shape[1], cache.tensors()[0].shape[1])
+        return self.backends[numbers].run(plan[numbers], q, cache, options, sinks)
 
 
-def for_heads(kind: type[Any], num_heads: int, num_kv_heads: Iterable[int]) -> AttentionBackend:
-    """The back end `kind` for layers of `num_heads` query heads and those numbers of kv heads."""
-    numbers = sorted(set(num_kv_heads))
-    backends: dict[int, AttentionBackend] = {
-        number: kind(num_heads=num_heads, num_kv_heads=number) for number in numbers
+def for_heads(kind: type[Any], heads: Iterable[tuple[int, int]]) -> AttentionBackend:
+    """The back end `kind` for layers of those numbers of query heads and of kv heads."""
+    numbers = sorted(set(heads))
+    backends: dict[tuple[int, int], AttentionBackend] = {
+        each: kind(num_heads=each[0], num_kv_heads=each[1]) for each in numbers
     }
     return backends[numbers[0]] if len(numbers) == 1 else MixedAttention(backends)

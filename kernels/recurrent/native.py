@@ -8,7 +8,7 @@ from kernels.native.mirror import structure
 LARGEST_KEY = 512
 # Values of ScanKind and RowGate.
 SCANS = {"mamba2": 0, "delta": 1}
-GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2}
+GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2, "softplus": 3}
 ShortConvolutionArgs = structure("ShortConvolutionArgs")
 ScanInputsArgs = structure("ScanInputsArgs")
 ScanArgs = structure("ScanArgs")

@@ -258,8 +258,17 @@ void advance_units(const RgLruArgs& args, const Row& row, int64_t head, int64_t 
   }
 }
 
+// log(1 + e^x), by the library's functions: gates are few, or beside products that take far longer.
+Vec softplus(Vec x) {
+  alignas(64) float each[kLanes];
+  store(each, first(kLanes), x);
+  for (float& e : each) e = (e > 0.0f ? e : 0.0f) + std::log1p(std::exp(-std::fabs(e)));
+  return load(each, first(kLanes));
+}
+
 Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
-  const Vec g = load(gate + i, m);
+  const Vec g = args.shares_gate ? set1(*gate) : load(gate + i, m);
+  if (args.gate_kind == kGateSoftplus) return softplus(g);
   if (args.gate_kind == kGateGeluTanh) return gelu_tanh(g);
   const Vec share = sigmoid(g);
   return args.gate_kind == kGateSilu ? mul(g, share) : share;
@@ -268,7 +277,7 @@ Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
 void norm_group(const GatedRowArgs& args, int64_t token, int64_t group) {
   const int64_t size = args.size, at = group * size;
   const float* x = args.x + token * args.x_stride + at;
-  const float* gate = args.gate + token * args.gate_stride + at;
+  const float* gate = args.gate + token * args.gate_stride + (args.shares_gate ? group : at);
   float* out = args.out + token * args.width + at;
   const auto value = [&](int64_t i, Mask m) {
     const Vec v = load(x + i, m);

@@ -101,14 +101,14 @@ struct RgLruArgs {
   int64_t head_dim;  // C / H
 };
 
-enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1, kGateGeluTanh = 2 };
+enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1, kGateGeluTanh = 2, kGateSoftplus = 3 };
 
 // out = norm(x) weight act(gate), or norm(x act(gate)) weight with gate_first, per group of `size` elements; without a
 // weight, x act(gate).
 struct GatedRowArgs {
   const Step* step;
   const float* x;       // [T, x_stride], the first `width`
-  const float* gate;    // [T, gate_stride], the first `width`
+  const float* gate;    // [T, gate_stride], the first `width`, or one number for each group with shares_gate
   const float* weight;  // [width], or [size] that all groups share; or null
   float* out;           // [T, width]; may be x where that is as wide
   int64_t width;
@@ -118,6 +118,7 @@ struct GatedRowArgs {
   int64_t shares_weight;
   int64_t gate_first;
   int64_t gate_kind;  // RowGate
+  int64_t shares_gate;
   float eps;
 };
 

@@ -103,7 +103,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(inner))
 
 
-_GATES = {"silu": lambda gate: gate * _sigmoid(gate), "sigmoid": _sigmoid, "gelu_tanh": _gelu_tanh}
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+_GATES = {
+    "silu": lambda gate: gate * _sigmoid(gate),
+    "sigmoid": _sigmoid,
+    "gelu_tanh": _gelu_tanh,
+    "softplus": _softplus,
+}
 
 
 def mamba2_factors(

@@ -26,7 +26,7 @@ _CHANNELS = 256
 _STATE_ELEMENTS, _VALUES = 1024, 16
 # Channels of a program that carries one number for each.
 _UNITS = 64
-_GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2}
+_GATES = {"silu": 0, "sigmoid": 1, "gelu_tanh": 2, "softplus": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +279,8 @@ def gated_norm_kernel(
         # tanh(x) = 2 sigmoid(2x) - 1
         inner = 0.7978845608028654 * (opened + 0.044715 * opened * opened * opened)
         factor = opened * _sigmoid(2.0 * inner)
+    elif KIND == 3:
+        factor = tl.maximum(opened, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(opened)))
     else:
         factor = _sigmoid(opened)
     if KIND == 0:

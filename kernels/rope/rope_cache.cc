@@ -188,6 +188,10 @@ void store_head(const RopeCacheArgs& args, int64_t token, int64_t head, float* k
     std::memcpy(value, args.value_kind == kValuesOfKeys ? k : v, sizeof(float) * dim);
     norm_in_place(value, nullptr, dim, args.eps);
     v = value;
+  } else if (args.value_scale != 0.0f) {
+    std::memcpy(value, v, sizeof(float) * args.cache.value_dim);
+    multiply(value, args.value_scale, args.cache.value_dim);
+    v = value;
   }
   turn(args, k, args.k_norm, head, cos, sin);
   write_head(args.cache, args.step->slots[token], head, k, v);
@@ -207,6 +211,7 @@ extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_thread
     float* q = args.qkv + token * args.qkv_stride;
     float* k = q + heads * dim;
     const float* v = k + kv_heads * dim;
+    const int64_t value_dim = args.value_kind == kValuesPlain ? args.cache.value_dim : dim;
     const float* cos = args.cos + step.positions[token] * half;
     const float* sin = args.sin + step.positions[token] * half;
     if (args.norm == kNormFull) {
@@ -219,7 +224,7 @@ extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_thread
     }
     if (!args.stores) continue;
     for (int64_t head = part * kv_heads / split; head < (part + 1) * kv_heads / split; ++head) {
-      store_head(args, token, head, k + head * dim, v + head * dim, cos, sin);
+      store_head(args, token, head, k + head * dim, v + head * value_dim, cos, sin);
     }
   }
 }

@@ -32,9 +32,10 @@ struct RopeCacheArgs {
   int64_t norm_centered;  // the mean is taken away first, as in layer norms
   int64_t norm_last;      // after the rotation instead of before it (head only)
   const float* q_scales;  // [L], what a position's queries are multiplied by in the end, or null
-  int64_t qkv_stride;     // H D, and K D for keys and values each where they are there
+  int64_t qkv_stride;     // H D, and K D for keys and K E for values where they are there, or more
   int64_t stores;         // whether keys and values are written; else there are none
-  int64_t value_kind;     // ValueKind
+  int64_t value_kind;     // ValueKind; but for plain ones values have the keys' size
+  float value_scale;      // what plain values are multiplied by; 0 leaves them
 };
 
 // Latent attention (DeepSeek-V2): one vector per token, the normed latent and the rotated key part.

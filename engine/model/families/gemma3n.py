@@ -30,7 +30,7 @@ def read(config: ConfigReader) -> ModelSpec:
     )
     slides = [window is not None for window in windows]
     sources = shared_sources(config, slides, default=15)
-    num_kv_heads = config.count("num_key_value_heads", 2)
+    num_heads, num_kv_heads = config.count("num_attention_heads"), config.count("num_key_value_heads", 2)
     sizes = _each(config, "intermediate_size", num_layers, 16_384)
     if any(type(size) is not int or size < 1 for size in sizes):
         raise CheckpointError(f"{config.source}: intermediate_size = {sizes!r} are no sizes")
@@ -47,7 +47,14 @@ def read(config: ConfigReader) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layer_heads=tuple(
-            LayerHeads(num_kv_heads=num_kv_heads, head_dim=head_dim, cache_of=source) for source in sources
+            LayerHeads(
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                value_dim=head_dim,
+                num_heads=num_heads,
+                cache_of=source,
+            )
+            for source in sources
         ),
         intermediate_size=max(sizes),
         intermediate_sizes=sizes,

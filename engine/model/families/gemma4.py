@@ -63,6 +63,14 @@ def read(config: ConfigReader) -> ModelSpec:
     )
 
 
+@family("Gemma4UnifiedForCausalLM")
+def read_unified(config: ConfigReader) -> ModelSpec:
+    """Without encoders of images and sound, and in its text a second embedding or experts."""
+    given = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    defaults = {"sliding_window": 1024, "use_bidirectional_attention": "vision"}
+    return read(ConfigReader({**defaults, **config.values, **given}, config.source))
+
+
 def gemma_basics(config: ConfigReader) -> dict[str, Any]:
     """What Gemma 3n and 4 have in common."""
     return {
@@ -129,10 +137,13 @@ def _heads(
                 f"{config.source}: num_attention_heads = {num_heads} is not a multiple of the {number} kv "
                 f"heads of layer {layer}"
             )
+        dim = own.count("head_dim", dims[slide])
         found.append(
             LayerHeads(
                 num_kv_heads=number if source is None else found[source].num_kv_heads,
-                head_dim=own.count("head_dim", dims[slide]),
+                head_dim=dim,
+                value_dim=dim,
+                num_heads=num_heads,
                 values_of_keys=same and not slide,
                 cache_of=source,
             )

@@ -10,7 +10,7 @@ from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, head_size, mixed_layers
 from engine.model.spec import ExpertSpec, ModelSpec, StateSpec, TensorNames
 
-_NAMES = (
+NAMES = (
     (r"\.conv\.conv\.", ".state.conv1d."),
     (r"\.conv\.(in|out)_proj\.", r".state.\1_proj."),
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
@@ -58,19 +58,9 @@ def read_experts(config: ConfigReader) -> ModelSpec:
 
 
 def _read(config: ConfigReader, full: tuple[int, ...], **fields: Any) -> ModelSpec:
-    num_layers, hidden = config.count("num_hidden_layers"), config.count("hidden_size")
+    num_layers = config.count("num_hidden_layers")
     default = ["full_attention" if layer in full else "conv" for layer in range(num_layers)]
     attending, others = mixed_layers(config, default=default, state="conv")
-    state = None
-    if others:
-        state = StateSpec(
-            kind="convolution",
-            layers=others,
-            taps=config.count("conv_L_cache", 3),
-            channels=hidden,
-            convolution_bias=config.flag("conv_bias", False),
-            bias=config.flag("conv_bias", False),
-        )
     tied = config.flag("tie_word_embeddings", config.flag("tie_embedding", True))
     return decoder_spec(
         config,
@@ -78,8 +68,23 @@ def _read(config: ConfigReader, full: tuple[int, ...], **fields: Any) -> ModelSp
         tied_embeddings=tied,
         ropes=(config.rope(head_size(config), default_theta=1_000_000.0),),
         qk_norm="head",
-        state=state,
+        state=convolutions(config, others, taps=3),
         attention_layers=attending,
-        names=TensorNames(renamed=_NAMES),
+        names=TensorNames(renamed=NAMES),
         **fields,
+    )
+
+
+def convolutions(config: ConfigReader, layers: tuple[int, ...], *, taps: int) -> StateSpec | None:
+    """The convolutions of these layers, of so many taps by default."""
+    if not layers:
+        return None
+    bias = config.flag("conv_bias", False)
+    return StateSpec(
+        kind="convolution",
+        layers=layers,
+        taps=config.count("conv_L_cache", taps),
+        channels=config.count("hidden_size"),
+        convolution_bias=bias,
+        bias=bias,
     )

@@ -17,6 +17,7 @@ _TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -65,14 +66,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
     },
 }
+_DEFAULTS["gemma4_unified_text"] = _DEFAULTS["gemma4_text"] | {"max_position_embeddings": 262_144}
 _PREFIXES = (
     (r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
-    r"mtp\.|(model\.)?(vision_tower|vision_model|vision_encoder|visual|visual_embeddings_table|connector|"
-    r"multi_modal_projector|mm_projector|projector|vision_projector|vision_projection|image_tower|video_tower|aligner|mlp1|merger|audio_tower|embed_vision|"
-    r"embed_audio|image_newline)(\.|$)"
+    r"mtp\.|(model\.)?(vision_tower|vision_model|vision_encoder|vision_embedder|visual|visual_embeddings_table|"
+    r"connector|multi_modal_projector|mm_projector|projector|vision_projector|vision_projection|image_tower|"
+    r"video_tower|aligner|mlp1|merger|audio_tower|embed_vision|embed_audio|image_newline)(\.|$)"
 )
 WHOLES = (
     "AyaVisionForConditionalGeneration",
@@ -82,6 +84,7 @@ WHOLES = (
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",

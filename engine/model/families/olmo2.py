@@ -1,10 +1,17 @@
-"""OLMo 2 and 3, and OLMoE: queries and keys are normed over all heads together."""
+"""OLMo: norms without weights; OLMo 2 and 3, and OLMoE: queries and keys normed over all heads together."""
 
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family, head_size, windows_of
 from engine.model.spec import ExpertSpec, ModelSpec
+
+
+@family("OlmoForCausalLM")
+def read_olmo(config: ConfigReader) -> ModelSpec:
+    """The first one."""
+    config.require("clip_qkv", None, None)
+    return decoder_spec(config, **attention_biases(config), norm="layer", norm_weights=False, norm_eps=1e-5)
 
 
 @family("Olmo2ForCausalLM")

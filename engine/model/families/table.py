@@ -52,6 +52,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
     "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
+    "MiMoV2FlashForCausalLM": {"num_key_value_heads": 2},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
     "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
@@ -193,6 +194,10 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "positions that an indexer chooses (computed by torch alone)"
     if len({heads.head_dim for heads in spec.layer_heads}) > 1:
         yield "heads of several sizes"
+    if len({(heads.num_heads, heads.num_kv_heads) for heads in spec.layer_heads}) > 1:
+        yield "numbers of heads by layer"
+    if any(heads.value_dim != heads.head_dim for heads in spec.layer_heads):
+        yield "values of another size"
     if any(heads.cache_of is not None for heads in spec.layer_heads):
         yield "last layers read earlier keys and values"
     if any(spec.chunks):

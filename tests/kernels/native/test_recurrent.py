@@ -295,3 +295,27 @@ def test_gated_norm(native: NativeLibrary, size: int, gate_first: bool, kind: st
     run(native, "gated_norm", args)
     expected = gated_norm(x, gate[:, width:], weight, 1e-5, size=size, gate_first=gate_first, kind=kind)
     torch.testing.assert_close(out, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize("kind", GATES)
+def test_groups_may_have_one_gate_each(native: NativeLibrary, size: int, kind: str) -> None:
+    torch.manual_seed(size)
+    x, gate = torch.randn(5, 3 * size), 4 * torch.randn(5, 8)
+    out, step = torch.full_like(x, NAN), StepStruct(num_tokens=5)
+    args = GatedRowArgs(
+        step=ctypes.addressof(step),
+        x=x.data_ptr(),
+        gate=gate[:, 2:].data_ptr(),
+        out=out.data_ptr(),
+        width=3 * size,
+        size=size,
+        x_stride=3 * size,
+        gate_stride=8,
+        gate_kind=GATES[kind],
+        shares_gate=1,
+    )
+    run(native, "gated_norm", args)
+    each = gate[:, 2:5].repeat_interleave(size, 1)
+    expected = gated_norm(x, each, None, 0.0, size=size, gate_first=False, kind=kind)
+    torch.testing.assert_close(out, expected, **CLOSE)

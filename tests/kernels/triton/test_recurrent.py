@@ -154,7 +154,7 @@ def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("kind", ["silu", "sigmoid", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "sigmoid", "gelu_tanh", "softplus"])
 @pytest.mark.parametrize("weights", ["none", "shared", "own"])
 def test_gated_norm(device: torch.device, size: int, gate_first: bool, kind: str, weights: str) -> None:
     width = 3 * size

@@ -456,6 +456,9 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("cohere2-moe", {"shared_expert_combination_strategy": "max"}),
         ("mellum", {"mlp_layer_types": ["sparse", "linear"]}),
         ("minicpm3", {"scale_depth": 0}),
+        ("falcon", {"alibi": True}),
+        ("gptj", {"rotary_dim": 7}),
+        ("olmo", {"clip_qkv": 8.0}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
+from engine.model.families import read_spec
+from engine.model.kv_memory import kv_bytes_per_token
+from engine.model.spec import CheckpointError
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
 from tests.unit.engine.model.newer_cases import CASES
 from tests.unit.engine.runner.driver import Job, generated, prompt_of
 
@@ -27,6 +31,13 @@ def renamed(folder: Path, pattern: str, to: str) -> int:
     [
         ("axk1", r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),
         ("axk1", r"(?<!mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),
+        ("laguna", r"\.mlp\.gate\.e_score_", ".mlp.experts.e_score_"),
+        ("laguna", r"\.mlp\.experts\.e_score_", ".mlp.gate.e_score_"),
+        ("laguna", r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+        ("lfm3", r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
+        ("lfm3", r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+        ("mimo-v2", r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),
+        ("mimo-v2", r"\.self_attn\.attention_sink_bias$", ".self_attn.sinks"),
         ("hy-v3", r"\.mlp\.gate\.", ".mlp.router.gate."),
         ("hy-v3", r"\.mlp\.router\.gate\.", ".mlp.gate."),
         ("hy-v3", r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
@@ -64,3 +75,67 @@ def test_the_layer_that_drafts_is_left_out(tmp_path: Path) -> None:
     save_file(load_file(path) | {"model.layers.3.eh_proj.weight": torch.randn(48, 96)}, path)
     (job,) = generated(tmp_path, [Job(prompt_of(9, 199), num_tokens=4)])
     assert job.output == reference_greedy(oracle, job.prompt, 4)
+
+
+@pytest.mark.parametrize("name", ["laguna", "lfm3", "mimo-v2", "afmoe"])
+@pytest.mark.parametrize("quantize", ["int8", "w8a8"])
+def test_new_parts_of_layers_are_quantized_as_others(name: str, quantize: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    for options in ({"native": "required"}, {"attention_backend": "torch"}):
+        (job,) = generated(tmp_path, [Job(prompt_of(20, 199), num_tokens=3)], quantize=quantize, **options)
+        assert len(job.output) == 3
+
+
+def test_published_configurations_of_mimo_say_the_same(tmp_path: Path) -> None:
+    """They have lists of ones, and a window that leaves out a token's own position."""
+    model_type, changes = CASES["mimo-v2"]
+    make_checkpoint(tmp_path, model_type, **changes)
+    edit_config(tmp_path, rope_parameters=None)
+    saved = read_spec(tmp_path)
+    edit_config(
+        tmp_path,
+        layer_types=None,
+        mlp_layer_types=None,
+        sliding_window=None,
+        hybrid_layer_pattern=[1, 1, 0, 1],
+        moe_layer_freq=[0, 1, 1, 1],
+        sliding_window_size=8,
+        rope_theta=5_000_000.0,
+        swa_rope_theta=10_000.0,
+        partial_rotary_factor=0.334,
+        swa_num_key_value_heads=2,
+        swa_head_dim=24,
+        swa_v_head_dim=10,
+    )
+    assert read_spec(tmp_path) == saved
+
+
+def test_smaller_values_take_less_memory(tmp_path: Path) -> None:
+    """One layer has one head of keys and values, three have two."""
+    model_type, changes = CASES["mimo-v2"]
+    make_checkpoint(tmp_path, model_type, **changes)
+    assert kv_bytes_per_token(read_spec(tmp_path), "float32") == (1 + 3 * 2) * (24 + 10) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("laguna", {"gating": "per-layer"}, "gating"),
+        ("laguna", {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 6, 4]}, "num_attention_heads_per_layer = 3"),
+        ("lfm3", {"layer_types": ["conv"] * 5}, "no layer attends"),
+        ("lfm3", {"layer_types": ["conv", "mamba", "conv", "conv", "conv"]}, "layer_types must name 5"),
+        ("mimo-v2", {"swa_v_head_dim": 12}, "swa_v_head_dim"),
+        ("mimo-v2", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
+        ("mimo-v2", {"swa_num_key_value_heads": 3}, "swa_num_key_value_heads = 3"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(
+    name: str, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    edit_config(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=said):
+        read_spec(tmp_path)
