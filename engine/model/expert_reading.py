@@ -56,7 +56,7 @@ def read_experts(weights: WeightReader, router: str, name: str, spec: ModelSpec)
     count = experts.num_experts
     weight = weights.take(f"{router}.weight", (count, spec.hidden_size), dtype=torch.float32)
     bias = None
-    if experts.layout == "gpt_oss":
+    if experts.layout in ("gpt_oss", "biased"):
         bias = weights.take(f"{router}.bias", (count,), dtype=torch.float32)
     found = LAYOUTS[experts.layout](weights, name, spec, experts)
     together = experts_together(found, weights.kernels)
@@ -98,16 +98,27 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
                 )
             return _stacked_experts(weights, prefix, spec, experts)
         size, hidden = experts.intermediate_size, experts.latent_size or spec.hidden_size
-        gate_ups, downs = [], []
+        gate_ups, downs, biases = [], [], []
         for index in weights.shard.held(experts.num_experts):
             *entering, down_name = (f"{prefix}.{index}.{name}" for name in names)
             entering = entering if spec.gated else entering[1:]
             gate_ups.append(weights.linear(entering, [size] * len(entering), hidden))
             downs.append(weights.linear([down_name], [hidden], size))
-        pairs = zip(_in_equal_parts(gate_ups, size, weights.dtype), downs, strict=True)
-        return [_expert(spec, gate_up, down) for gate_up, down in pairs]
+            biases.append(_biases(weights, entering, down_name, spec, experts))
+        parts = zip(_in_equal_parts(gate_ups, size, weights.dtype), downs, biases, strict=True)
+        return [_expert(spec, gate_up, down, *own) for gate_up, down, own in parts]
 
     return read
+
+
+def _biases(
+    weights: WeightReader, entering: list[str], down: str, spec: ModelSpec, experts: ExpertSpec
+) -> tuple[Tensor, ...]:
+    """Of what enters an expert, and of what it gives; none where the layout has none."""
+    if experts.layout != "biased":
+        return ()
+    first = [weights.take(f"{name}.bias", (experts.intermediate_size,)) for name in entering]
+    return torch.cat(first), weights.take(f"{down}.bias", (spec.hidden_size,))
 
 
 def _in_equal_parts(given: list[Weight], size: int, dtype: torch.dtype) -> list[Weight]:
@@ -184,6 +195,7 @@ LAYOUTS: dict[str, Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[Fee
     "fused": _fused_experts,
     "mixtral": _named_experts("w1", "w3", "w2"),
     "gpt_oss": _gpt_oss_experts,
+    "biased": _named_experts("gate_proj", "up_proj", "down_proj"),
     "stacked": _stacked_experts,
     "inputs_first": _stacked_experts,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
+from engine.model.gguf_adjustments import LATER_ADJUSTMENTS, LATER_ARCHITECTURES, windows
 from engine.model.gguf_file import DENSE_TYPES, GgufFile, open_gguf
 from engine.model.spec import CheckpointError
 from engine.quantization.scheme import Scheme
@@ -38,6 +39,7 @@ ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    **LATER_ARCHITECTURES,
 }
 # Architectures that the metadata of another one makes of it.
 _ALSO = {
@@ -71,10 +73,20 @@ KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
 }
+# Those that say whether the first layer has a tensor.
+_BY_TENSOR = {
+    **dict.fromkeys(("attention_bias", "use_bias"), "self_attn.q_proj.bias"),
+    "attention_out_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.up_proj.bias",
+    "use_qk_norm": "self_attn.q_norm.weight",
+}
+_FIRST = "model.layers.0.self_attn.o_proj.weight"
 # Those that every architecture has.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 # Those whose layers have sizes and rotations of their own, which are read by the architecture.
 _MAY_DIFFER = frozenset({"gemma3n", "gemma4"})
+# Those whose layers may have no keys, since they do not attend.
+_MIXED = frozenset({"lfm2", "lfm2moe"})
 # Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 
@@ -90,18 +102,17 @@ def gguf_reader(path: Path) -> ConfigReader:
         if key not in values:
             raise CheckpointError(f"{path}: {arch}.{KEYS[key]} is missing")
     for key in ("head_dim", "num_key_value_heads", "intermediate_size"):
-        if isinstance(values.get(key), list) and arch not in _MAY_DIFFER:
+        if isinstance(values.get(key), list) and arch not in _MAY_DIFFER | _MIXED:
             raise CheckpointError(
                 f"{path}: {arch}.{KEYS[key]} differs between layers, which is not supported"
             )
+    values["num_hidden_layers"] = file.num_layers
     values["architectures"] = [ARCHITECTURES[arch]]
     values["vocab_size"] = file.header("model.embed_tokens.weight").shape[0]
     values["tie_word_embeddings"] = "lm_head.weight" not in file.headers
     values["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(_main_type(file), "bfloat16")
-    values["attention_bias"] = values["use_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
-    values["attention_out_bias"] = "model.layers.0.self_attn.o_proj.bias" in file.headers
-    values["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in file.headers
-    values["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in file.headers
+    for key, name in _BY_TENSOR.items():
+        values[key] = f"model.layers.0.{name}" in file.headers
     if arch not in _MAY_DIFFER and (scaling := _rope_scaling(file)):
         values["rope_scaling"] = scaling
     if arch in _ADJUSTMENTS:
@@ -125,7 +136,9 @@ def gguf_scheme(path: Path) -> Scheme | None:
 
 
 def _main_type(file: GgufFile) -> str:
-    return file.header("model.layers.0.self_attn.o_proj.weight").dtype
+    """Of the first layer that attends."""
+    names = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(file.num_layers))
+    return file.header(next((name for name in names if name in file.headers), _FIRST)).dtype
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any]:
@@ -159,6 +172,8 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
     scaling = {"rope_type": kind, "factor": metadata.get(f"{prefix}factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            scaling[name] = metadata.get(f"{prefix}yarn_{name}")
     elif kind != "linear":
         raise CheckpointError(
             f"{file.path}: {prefix}type = {kind!r} is not supported, only none, linear, yarn"
@@ -183,16 +198,10 @@ def _gemma(file: GgufFile, values: dict[str, Any]) -> None:
         values.setdefault("rope_theta", 1_000_000.0)
 
 
-def _windows(file: GgufFile, values: dict[str, Any]) -> None:
-    pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
-    if pattern is not None:
-        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-
-
 def _olmo2(file: GgufFile, values: dict[str, Any]) -> None:
     if values.get("sliding_window"):
         values["architectures"] = ["Olmo3ForCausalLM"]
-        _windows(file, values)
+        windows(file, values)
 
 
 def _partial(file: GgufFile, values: dict[str, Any]) -> None:
@@ -204,7 +213,7 @@ def _partial(file: GgufFile, values: dict[str, Any]) -> None:
 
 def _gemma4(file: GgufFile, values: dict[str, Any]) -> None:
     """Heads of layers that slide are described beside those of the others, which come first there."""
-    _windows(file, values)
+    windows(file, values)
     metadata, slides = file.metadata, [name == "sliding_attention" for name in values["layer_types"]]
     values["global_head_dim"] = values["head_dim"]
     values["head_dim"] = metadata.get("gemma4.attention.key_length_swa", values["head_dim"])
@@ -237,7 +246,7 @@ def _gemma4(file: GgufFile, values: dict[str, Any]) -> None:
 
 
 def _gemma3n(file: GgufFile, values: dict[str, Any]) -> None:
-    _windows(file, values)
+    windows(file, values)
     _per_layer(file, values)
     metadata = file.metadata
     values["altup_active_idx"] = metadata["gemma3n.altup.active_idx"]
@@ -263,7 +272,8 @@ _ADJUSTMENTS: dict[str, Callable[[GgufFile, dict[str, Any]], None]] = {
     "gemma3": _gemma,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
-    "exaone4": _windows,
+    "exaone4": windows,
     "olmo2": _olmo2,
     **dict.fromkeys(("glm4", "nemotron", "phi2", "phi3"), _partial),
+    **LATER_ADJUSTMENTS,
 }

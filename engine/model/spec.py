@@ -198,6 +198,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * self.shape.num_bytes
 
 
+ExpertLayout = Literal["separate", "biased", "fused", "mixtral", "gpt_oss", "stacked", "inputs_first"]
+
+
 class ExpertSpec(Routing, frozen=True, kw_only=True):
     """A sparse feed-forward layer: how its tokens choose experts, and what those are."""
 
@@ -218,8 +221,8 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
     # Names of tensors: "separate" (gate_proj, up_proj, down_proj) or "mixtral" (w1, w3, w2); or all experts
     # in one tensor each: "stacked" (outputs first), "inputs_first", or "gpt_oss" (that, gate and up taking
     # turns, with biases).
-    # "fused": two tensors for each, of which the first is gate_up_proj.
-    layout: Literal["separate", "fused", "mixtral", "gpt_oss", "stacked", "inputs_first"] = "separate"
+    # "fused": two tensors for each, of which the first is gate_up_proj. "biased": as "separate", with biases.
+    layout: ExpertLayout = "separate"
     # Elements of what experts take and give, a projection of the stream and back; 0: the stream's own.
     latent_size: int = 0
     # Experts are beside a dense feed-forward, each with norms of its own (Gemma 4); see `joined_experts`.

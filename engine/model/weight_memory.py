@@ -22,6 +22,7 @@ FP8_BLOCK = 128
 # Bytes of a weight in the types of GGUF that stay quantized: levels, and scale and minimum of groups of 32.
 # Where products take codes: codes, the factors of groups, scale and minimum of spans.
 GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q4_K": 0.5 + 8 / 32}
+GGUF_BYTES["MXFP4"] = 1 + 4 / 32
 CODED_BYTES = GGUF_BYTES | {
     "Q5_0": 0.625 + 4 / 32,
     "Q5_1": 0.625 + 8 / 32,
@@ -32,6 +33,7 @@ CODED_BYTES = GGUF_BYTES | {
     "Q6_K": 0.75 + 1 / 16 + 4 / 256,
     "IQ4_NL": 0.5 + 4 / 32,
     "IQ4_XS": 0.5 + 1 / 32 + 4 / 256,
+    "MXFP4": 0.5 + 1 / 32,
 }
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = (

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.quantization.gguf_blocks import TWICE_FP4_BOOK
+from engine.quantization.gguf_blocks import TWICE_FP4_BOOK, mxfp4_of
 from kernels.linear.formats import CodedWeight, DenseWeight, FloatCodedWeight, Int8Weight, WeightFormat
 from runtime.errors import ConfigError
 
@@ -51,14 +51,7 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor, *, coded: bool) -> CodedWeight 
     """One expert of gpt-oss: blocks uint8 [N, G, 16] (even inputs in the low four bits) and scales uint8
     [N, G] (exponents with bias 127), exactly: in codes, or in int8 by groups of 32.
     """
-    codes = _pairs(blocks)
-    # The smallest exponent has no float32 that is a normal number.
-    if coded and bool(scales.all()):
-        half = torch.full((blocks.shape[0], 1), 0.5, device=blocks.device)
-        return CodedWeight(codes=codes, bits=4, book=TWICE_FP4_BOOK, scale=half, step=scales.contiguous())
-    table = torch.tensor(TWICE_FP4_BOOK, dtype=torch.int8)
-    scale = torch.exp2(scales.float() - 128)
-    return Int8Weight(values=table.to(blocks.device)[codes.long()], scale=scale)
+    return mxfp4_of(_pairs(blocks), scales, coded=coded)
 
 
 def mxfp4_linear(source: FourBitSource, name: str, outputs: int, inputs: int) -> CodedWeight | Int8Weight:

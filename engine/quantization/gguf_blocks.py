@@ -197,6 +197,24 @@ def _iq4_xs(rows: Tensor) -> CodedWeight:
     )
 
 
+def _mxfp4(rows: Tensor, *, coded: bool) -> WeightFormat:
+    """An exponent with bias 127, 16 bytes of fp4 as in Q4_0."""
+    blocks = rows.view(rows.shape[0], -1, 17)
+    return mxfp4_of(_halves(blocks[..., 1:]), blocks[..., 0], coded=coded)
+
+
+def mxfp4_of(codes: Tensor, exponents: Tensor, *, coded: bool) -> CodedWeight | Int8Weight:
+    """fp4 codes [N, K] and exponents uint8 [N, G], of which 255 is no number: then scales are infinite."""
+    is_number = exponents != 255
+    # The smallest exponent has no float32 that is a normal number.
+    if coded and bool((is_number & (exponents != 0)).all()):
+        half = torch.full((codes.shape[0], 1), 0.5, device=codes.device)
+        return CodedWeight(codes=codes, bits=4, book=TWICE_FP4_BOOK, scale=half, step=exponents.contiguous())
+    table = torch.tensor(TWICE_FP4_BOOK, dtype=torch.int8).to(codes.device)
+    scale = torch.where(is_number, torch.exp2(exponents.float() - 128), torch.inf)
+    return Int8Weight(values=table[codes.long()], scale=scale)
+
+
 def _halves(data: Tensor) -> Tensor:
     """[N, ..., B] bytes -> levels [N, ... * 2B]: all low halves of B bytes, then all high ones."""
     return torch.cat((data & 15, data >> 4), dim=-1).flatten(1)
@@ -218,6 +236,7 @@ def _half_at(blocks: Tensor, offset: int) -> Tensor:
 
 
 _PLAIN: dict[str, Reader] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
+_PLAIN["MXFP4"] = partial(_mxfp4, coded=False)
 _CODED: dict[str, Reader] = {
     "Q5_0": partial(_q5, has_minimum=False),
     "Q5_1": partial(_q5, has_minimum=True),
@@ -228,4 +247,5 @@ _CODED: dict[str, Reader] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": partial(_mxfp4, coded=True),
 }

@@ -24,7 +24,7 @@ def read(config: ConfigReader) -> ModelSpec:
         intermediate_size=config.integer("intermediate_size"),
         layers=tuple(range(num_layers)),
         scoring="softmax_of_best",
-        layout="gpt_oss",
+        layout="biased" if config.text("experts_layout", "gpt_oss") == "biased" else "gpt_oss",
     )
     head_dim = config.count("head_dim", 64)
     return decoder_spec(

@@ -82,9 +82,10 @@ def read_experts(config: ConfigReader, **positions: Any) -> ModelSpec:
         layers=tuple(range(config.count("num_hidden_layers"))),
         scoring="softmax_of_best",
         shared_intermediate_size=config.integer("shared_intermediate_size", 0),
-        layout="stacked",
+        layout="separate" if config.text("experts_layout", "stacked") == "separate" else "stacked",
     )
-    return _scaled(config, fused_gate_up=True, experts=experts, names=_EXPERTS, **positions)
+    is_fused = experts.layout == "stacked"
+    return _scaled(config, fused_gate_up=is_fused, experts=experts, names=_EXPERTS, **positions)
 
 
 _CLOVA = TensorNames(

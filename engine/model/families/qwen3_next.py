@@ -25,9 +25,10 @@ _NAMES = TensorNames(
 
 @family("Qwen3NextForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """What a layer with a state projects is stored group by group."""
+    """What a layer with a state projects is stored group by group, but not in GGUF."""
     experts = _experts(config, 512, 10, sparse_layers(config), config.flag("norm_topk_prob", True))
-    return _read(config, "by_group", experts=experts if experts.layers else None)
+    is_apart = config.text("linear_layout", "by_group") == "separate"
+    return _read(config, "separate" if is_apart else "by_group", experts=experts if experts.layers else None)
 
 
 @family("Qwen3_5ForCausalLM")

@@ -1,0 +1,202 @@
+"""What architectures of GGUF files say in metadata of their own, as the keys of `config.json`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.model.gguf_file import GgufFile
+
+LATER_ARCHITECTURES = {
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "exaone-moe": "ExaoneMoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+}
+Values = dict[str, Any]
+
+
+def rotated_share(file: GgufFile, values: Values) -> None:
+    """The part of each head that is rotated."""
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    values["partial_rotary_factor"] = file.number("rope.dimension_count", head_dim) / head_dim
+
+
+def windows(file: GgufFile, values: Values) -> None:
+    """Which layers slide."""
+    pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
+    if pattern is not None:
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def layer_kinds(file: GgufFile, values: Values, other: str) -> None:
+    """Which layers attend, by the tensors that they have; of those, how many heads have keys."""
+    attends = [
+        f"model.layers.{layer}.self_attn.q_proj.weight" in file.headers for layer in range(file.num_layers)
+    ]
+    values["layer_types"] = ["full_attention" if each else other for each in attends]
+    counts = values.get("num_key_value_heads")
+    if isinstance(counts, list):
+        own = {count for count, each in zip(counts, attends, strict=False) if each}
+        if len(own) > 1:
+            raise ValueError(f"attention.head_count_kv = {counts} differs between layers that attend")
+        values["num_key_value_heads"] = next(iter(own), values["num_attention_heads"])
+
+
+def first_sparse(file: GgufFile) -> int:
+    """The first layer that has experts: what metadata say of it was not true of every checkpoint."""
+    routers = (f"model.layers.{layer}.mlp.gate.weight" in file.headers for layer in range(file.num_layers))
+    return next((layer for layer, each in enumerate(routers) if each), file.num_layers)
+
+
+def _corrected(file: GgufFile, values: Values) -> None:
+    """Experts as DeepSeek-V3 has them."""
+    values["first_k_dense_replace"] = first_sparse(file)
+    values["n_shared_experts"] = values["num_shared_experts"] = file.number("expert_shared_count", 0)
+    values["n_routed_experts"] = values["num_experts"]
+    values["n_group"] = file.number("expert_group_count", 1)
+    values["topk_group"] = file.number("expert_group_used_count", 1)
+    arch, metadata = file.architecture, file.metadata
+    values["routed_scaling_factor"] = metadata.get(f"{arch}.expert_weights_scale", 1.0)
+    values["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm", False)
+    if file.number("expert_gating_func", 2) != 2:
+        raise ValueError("expert_gating_func is not 2 (sigmoid), which is not supported")
+
+
+def _glm4_moe(file: GgufFile, values: Values) -> None:
+    _corrected(file, values)
+    rotated_share(file, values)
+
+
+def _exaone_moe(file: GgufFile, values: Values) -> None:
+    _corrected(file, values)
+    windows(file, values)
+
+
+def _gpt_oss(file: GgufFile, values: Values) -> None:
+    """The rotation is stretched without rounding where its frequencies part."""
+    values["experts_layout"] = "biased"
+    values["intermediate_size"] = values["moe_intermediate_size"]
+    if "rope_scaling" in values:
+        values["rope_scaling"]["truncate"] = False
+
+
+def _granite_moe(file: GgufFile, values: Values) -> None:
+    values["experts_layout"] = "separate"
+    values["shared_intermediate_size"] = file.number("expert_shared_feed_forward_length", 0)
+
+
+def _hunyuan_moe(file: GgufFile, values: Values) -> None:
+    values["moe_topk"] = values["num_experts_per_tok"]
+    values["num_shared_expert"] = file.number("expert_shared_count", 1)
+
+
+def _ernie_moe(file: GgufFile, values: Values) -> None:
+    values["moe_num_experts"], values["moe_k"] = values["num_experts"], values["num_experts_per_tok"]
+    values["moe_layer_interval"] = file.number("interleave_moe_layer_step", 1)
+    values["moe_layer_start_index"] = file.number("leading_dense_block_count", 0)
+    shared = "model.layers.{}.mlp.shared_experts.up_proj.weight"
+    names = [name for layer in range(file.num_layers) if (name := shared.format(layer)) in file.headers]
+    width = file.headers[names[0]].shape[0] if names else 0
+    values["moe_num_shared_experts"] = width // values["moe_intermediate_size"]
+
+
+def _minimax(file: GgufFile, values: Values) -> None:
+    values["use_qk_norm"] = True
+    values["intermediate_size"] = values.get("moe_intermediate_size", values["intermediate_size"])
+    rotated_share(file, values)
+
+
+def _mistral3(file: GgufFile, values: Values) -> None:
+    prefix, scaling = file.architecture, values.get("rope_scaling", {})
+    metadata = file.metadata
+    beta = metadata.get(f"{prefix}.attention.temperature_scale")
+    if not scaling:
+        # Mistral Small 3 with eyes.
+        values["architectures"] = ["MistralForCausalLM"]
+        return
+    if beta is not None:
+        scaling["llama_4_scaling_beta"] = beta
+    magnitude = metadata.get(f"{prefix}.rope.scaling.yarn_log_multiplier")
+    if magnitude is not None:
+        scaling["mscale"] = scaling["mscale_all_dim"] = magnitude
+
+
+def _stablelm(file: GgufFile, values: Values) -> None:
+    rotated_share(file, values)
+    values["use_qkv_bias"] = values["attention_bias"]
+    values["qk_layernorm"] = "model.layers.0.self_attn.q_norm.norms.0.weight" in file.headers
+    values["use_parallel_residual"] = "model.layers.0.post_attention_layernorm.weight" not in file.headers
+
+
+def _jais2(file: GgufFile, values: Values) -> None:
+    values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
+
+
+def _lfm2(file: GgufFile, values: Values) -> None:
+    layer_kinds(file, values, "conv")
+    values["conv_L_cache"] = file.number("shortconv.l_cache")
+    values["conv_bias"] = any(name.endswith(".state.conv1d.bias") for name in file.headers)
+    values["norm_eps"] = values["rms_norm_eps"]
+    # What is stated is what the tensors have.
+    values["block_auto_adjust_ff_dim"] = False
+    if file.architecture == "lfm2moe":
+        values["num_dense_layers"] = file.number("leading_dense_block_count", 0)
+        values["use_expert_bias"] = any(name.endswith(".e_score_correction_bias") for name in file.headers)
+
+
+def _delta(file: GgufFile, values: Values) -> None:
+    """Qwen3-Next and Qwen3.5."""
+    layer_kinds(file, values, "linear_attention")
+    rotated_share(file, values)
+    heads = file.number("ssm.time_step_rank")
+    values["linear_conv_kernel_dim"] = file.number("ssm.conv_kernel")
+    values["linear_num_key_heads"] = file.number("ssm.group_count")
+    values["linear_num_value_heads"] = heads
+    values["linear_key_head_dim"] = file.number("ssm.state_size")
+    values["linear_value_head_dim"] = file.number("ssm.inner_size") // heads
+    values["norm_topk_prob"] = True
+    if file.architecture == "qwen3next":
+        values["linear_layout"] = "separate"
+        values["mlp_only_layers"] = [
+            layer
+            for layer in range(file.num_layers)
+            if f"model.layers.{layer}.mlp.gate.weight" not in file.headers
+        ]
+
+
+def _normalized(file: GgufFile, values: Values) -> None:
+    values["norm_topk_prob"] = True
+
+
+LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
+    "dots1": _corrected,
+    "ernie4_5-moe": _ernie_moe,
+    "exaone-moe": _exaone_moe,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "jais2": _jais2,
+    "minimax-m2": _minimax,
+    "mistral3": _mistral3,
+    "qwen3vlmoe": _normalized,
+    "stablelm": _stablelm,
+    **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _delta),
+}
