@@ -375,8 +375,7 @@ class ProgramBuilder:
     def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
         """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""
         kind = (num_heads, num_kv_heads, width // num_heads)
-        plan = self._plans.get(kind)
-        if plan is None:
+        if (plan := self._plans.get(kind)) is None:
             plan = self._plans[kind] = NativeAttentionPlan(
                 self.library,
                 num_heads=num_heads,
