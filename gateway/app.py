@@ -57,6 +57,8 @@ _DRAIN_POLL_S = 0.05
 _ALL_MODELS_S = 10.0
 # Longest time to send every client the end of its stream.
 _FAREWELL_S = 2.0
+# Time for engines to say what they have spent on requests that the end of this gateway has ended.
+_LAST_WORDS_S = 0.5
 
 
 class Gateway:
@@ -284,10 +286,11 @@ class Gateway:
             await self._batches.close()
         await self.grpc.stop(0.5)
         await self.http.stop()
-        # Engines say what they have spent on requests that were ended just now, if they still can.
-        await self._pipeline.books.hear_last_words(_FAREWELL_S)
+        # Engines say what they have spent on requests that were ended just now, if they still can. After that
+        # nothing is heard any more, and who waited writes what is known.
+        await self._pipeline.books.hear_last_words(_LAST_WORDS_S)
         await self._fleet.stop()
-        await self._pipeline.books.hear_last_words(_FAREWELL_S)
+        await self._pipeline.books.hear_last_words(_LAST_WORDS_S)
         await self._tokenizer.close()
         await self._edge.close()
         if self._store is not None:

@@ -96,7 +96,9 @@ def read_scheme(config: Mapping[str, Any], source: str) -> Scheme | None:
 
     `source` is the path of config.json. Raises ConfigError naming the key whose value is not supported.
     """
-    given = config.get("quantization_config") or _older_settings(Path(source).parent)
+    text = config.get("text_config")
+    inside = text.get("quantization_config") if isinstance(text, Mapping) else None
+    given = config.get("quantization_config") or inside or _older_settings(Path(source).parent)
     if not given:
         return None
     if not isinstance(given, Mapping):

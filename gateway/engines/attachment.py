@@ -31,6 +31,9 @@ _METHOD = "/millrace.engine.v1.EngineService/Attach"
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+# How long an engine may take to say what it has done for a request that was taken back: it does so after the
+# step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
+LAST_WORD_LIMIT_S = 10.0
 
 # Reasons for which an engine is never used, because trying again changes nothing.
 _INCOMPATIBLE = frozenset({Reason.VOCABULARY_MISMATCH, Reason.MODEL_NOT_FOUND})
@@ -186,19 +189,37 @@ class Attachment:
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
         self._task = asyncio.create_task(self._keep_attached(), name=f"attach {self.target}")
+        # However it ends: nothing more is heard.
+        self._task.add_done_callback(lambda _: self._hear_all())
 
     def reconsider(self) -> None:
         """Asks an engine again at once that cannot be used; what may be used has changed."""
         self._again.set()
 
     def retire(self) -> None:
-        """Takes nothing new; the stream is closed when the last open request has ended."""
+        """Takes nothing new; the stream is closed when the last open request has ended, and the engine has
+        said its last word of those that were taken back, or did not within the time for it.
+        """
         self._retiring = True
+        if self._taken_back:
+            self._give_up_later()
         self._stop_if_retired()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its stream is closed for good."""
+        return self._task is None or self._task.done()
+
     def _stop_if_retired(self) -> None:
-        if self._retiring and not self._legs and self._task is not None:
+        if self._retiring and not self._legs and not self._taken_back and self._task is not None:
             self._task.cancel()
+
+    def _give_up_later(self) -> None:
+        def give_up() -> None:
+            self._hear_all()
+            self._stop_if_retired()
+
+        asyncio.get_running_loop().call_later(LAST_WORD_LIMIT_S, give_up)
 
     async def stop(self) -> None:
         """Closes the stream; the engine cancels what is still open on it, and is not heard on what was
@@ -207,7 +228,6 @@ class Attachment:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._hear_all()
 
     def submit(self, submission: Submission, inbox: Inbox, *, cached_tokens: int = 0) -> Leg:
         """Sends a request; its outputs go to `inbox`. The caller has checked that the state is READY, and
@@ -227,10 +247,12 @@ class Attachment:
         """Cancels a request that is open; does nothing for one that has ended."""
         leg = self._legs.get(handle)
         if leg is not None:
-            self._close(leg)
-            self._send(mailbox.cancel(handle, reason))
             leg.worked = asyncio.get_running_loop().create_future()
             self._taken_back[handle] = leg
+            self._close(leg)
+            self._send(mailbox.cancel(handle, reason))
+            if self._retiring:
+                self._give_up_later()
 
     def release(self, ticket: bytes) -> None:
         """Has the engine let go what it holds under a ticket, if it still does."""
@@ -383,6 +405,7 @@ class Attachment:
         if leg.num_open_choices <= 0 or message.HasField("error"):
             del self._taken_back[message.handle]
             _hear(leg)
+            self._stop_if_retired()
 
     def _set_load(self, load: EngineLoad) -> None:
         self.load = load

@@ -19,15 +19,12 @@ import msgspec
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from contract.outputs import EngineTime
-from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
+from gateway.engines.attachment import LAST_WORD_LIMIT_S, Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
 from gateway.types.deliberation import Deliberated, TokensOfModel
 
-# How long an engine may take to say what it has done for a request that was taken back: it does so after the
-# step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
-_ANSWER_S = 10.0
 # Failures that another engine may not have.
 _ELSEWHERE = frozenset(
     {Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED, Reason.MODEL_NOT_FOUND}
@@ -178,7 +175,7 @@ class ContinuousStream:
         """
         unheard = self.unheard()
         if unheard:
-            await asyncio.wait(unheard, timeout=_ANSWER_S)
+            await asyncio.wait(unheard, timeout=LAST_WORD_LIMIT_S)
         told = [leg.computed for leg in self._all_legs if leg.worked is not None]
         is_ranked = self._submission.sampling.ranks_at_the_end
         return Computed(
@@ -194,7 +191,7 @@ class ContinuousStream:
         unheard = self.unheard()
         if not unheard:
             return None
-        return asyncio.create_task(asyncio.wait(unheard, timeout=_ANSWER_S), name="last word")
+        return asyncio.create_task(asyncio.wait(unheard, timeout=LAST_WORD_LIMIT_S), name="last word")
 
     @property
     def engine_time(self) -> EngineTime:

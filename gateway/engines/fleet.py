@@ -187,6 +187,8 @@ class Fleet:
         self._on_unclaimed = on_unclaimed
         self._use_prefixes = routing.policy == "prefix"
         self._attachments: dict[str, Attachment] = {}
+        # Those that left, until they have ended.
+        self._retired: list[Attachment] = []
         self.adapters = AdapterNames(self.of)
         self._prefixes: dict[str, PrefixIndex] = {}
         self._choices = itertools.count(1)
@@ -276,13 +278,13 @@ class Fleet:
             self._prefixes.pop(target, None)
             self._last_chosen.pop(target, None)
             attachment.retire()
+            self._retired = [each for each in (*self._retired, attachment) if not each.has_ended]
 
     async def stop(self) -> None:
         """Closes every stream."""
         self.adapters.stop()
-        leaving = list(self._attachments.values())
         await self.set_targets([])
-        for attachment in leaving:
+        for attachment in self._retired:
             await attachment.stop()
 
     async def wait_change(self, timeout_s: float) -> bool:

@@ -42,8 +42,8 @@ from services.supervisor.ports import can_bind, free_ports, require_free
 from services.supervisor.process import ProcessSpec
 
 _LOOPBACK = "127.0.0.1"
-# There where a driver for GPUs is.
-_NVIDIA = Path("/dev/nvidiactl")
+# There where drivers for GPUs are: NVIDIA's, the same under WSL 2, and AMD's.
+_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 # How often gateways look for engines that came or went.
 _DISCOVERY_INTERVAL_S = 0.5
 # The kernel's limit is 107.
@@ -347,7 +347,7 @@ class _Planner:
     def _niceness(self) -> int:
         """Of engines."""
         device = self._configured("engine.device") or "auto"
-        has_gpu = device == "cuda" or (device == "auto" and _NVIDIA.exists())
+        has_gpu = device == "cuda" or (device == "auto" and any(each.exists() for each in _DRIVERS))
         return 0 if self.options.simulated or has_gpu else self._settings.engine_niceness
 
     def _variables_of(self, model: ModelConfig) -> dict[str, str]:

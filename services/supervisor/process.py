@@ -20,6 +20,8 @@ import msgspec
 _PR_SET_PDEATHSIG = 1
 # A process that was told to end, and does not, is killed this long after its drain limit.
 KILL_MARGIN_S = 5.0
+# Of telling the kernel that a process gives way.
+_GIVE_WAY_TRIES, _GIVE_WAY_PAUSE_S = 20, 0.06
 # Time for the last lines of a process that has ended.
 _LAST_OUTPUT_S = 0.2
 _CHUNK_BYTES = 64 * 1024
@@ -128,6 +130,8 @@ class ChildProcess:
         finally:
             os.close(input_of_child)
         self._reader = asyncio.create_task(self._read_output(output, self._ready))
+        if self.spec.niceness:
+            await _session_gives_way(self._process.pid, self.spec.niceness)
 
     async def _read_output(self, output: int, ready: asyncio.Future[dict[str, str]]) -> None:
         reader = asyncio.StreamReader()
@@ -263,16 +267,27 @@ def die_with_parent(
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if niceness:
-            _give_way(niceness)
+            with contextlib.suppress(OSError):
+                os.nice(niceness)
 
     return prepare
 
 
-def _give_way(niceness: int) -> None:
-    """Among the processes of its session, and, where the kernel shares processors among sessions first
-    (autogroups, sched(7)), its session among the others.
+def _tell_session(pid: int, niceness: int) -> None:
+    Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+
+
+async def _session_gives_way(pid: int, niceness: int) -> None:
+    """Where the kernel shares processors among sessions first (autogroups, sched(7)), a process's own gives
+    way to the others. The kernel takes one such word in a tenth of a second from all who are not root.
     """
-    with contextlib.suppress(OSError):
-        os.nice(niceness)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(niceness))
+    for _ in range(_GIVE_WAY_TRIES):
+        try:
+            _tell_session(pid, niceness)
+        except BlockingIOError:
+            await asyncio.sleep(_GIVE_WAY_PAUSE_S)
+        except OSError:
+            # There are none, or a sandbox forbids it, and nothing depends on it.
+            return
+        else:
+            return

@@ -92,6 +92,8 @@ def read_spec(folder: Path) -> ModelSpec:
         if isinstance(name, str) and (read := FAMILIES.get(name) or _pooling_family(name)) is not None:
             scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)
             spec = _pooled(_with_ids(read(reader), folder), folder)
+            if name in multimodal.WHOLES:
+                spec = multimodal.tied_as_stored(spec, folder)
             return msgspec.structs.replace(spec, architecture=name, quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "

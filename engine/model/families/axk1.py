@@ -21,7 +21,10 @@ def read(config: ConfigReader) -> ModelSpec:
     sparse = sparse_of(config, [layer for layer in range(first, num_layers) if layer % every == 0])
     routing = corrected_routing(config, num_groups=8, num_active_groups=4)
     experts = msgspec.structs.replace(
-        routed_experts(config, routing), layers=sparse, may_lack_correction=True, output_norm=True
+        routed_experts(config, routing, default_scaling=2.5, default_shared=1),
+        layers=sparse,
+        may_lack_correction=True,
+        output_norm=True,
     )
     spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
     dense = "|".join(str(layer) for layer in range(num_layers) if layer not in sparse)

@@ -178,7 +178,11 @@ def sparse_of(config: ConfigReader, default: Sequence[int]) -> tuple[int, ...]:
     kinds, num_layers = config.values.get("mlp_layer_types"), config.count("num_hidden_layers")
     if kinds is None:
         return tuple(default)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not set(map(str, kinds)) <= {"dense", "sparse"}
+    ):
         raise CheckpointError(
             f"{config.source}: mlp_layer_types must name {num_layers} layers dense or sparse, got {kinds!r}"
         )

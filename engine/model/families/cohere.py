@@ -78,7 +78,7 @@ def read_experts(config: ConfigReader) -> ModelSpec:
     return decoder_spec(
         config,
         **fields,
-        **some_rotate(_rope(config, 10_000.0), rotates),
+        **some_rotate(_rope(config, 10_000.0, 128), rotates),
         head_dim=config.count("head_dim", 128),
         windows=windows,
         intermediate_size=dense or size,
@@ -115,8 +115,8 @@ def _experts(config: ConfigReader, size: int, layers: tuple[int, ...]) -> Expert
     )
 
 
-def _rope(config: ConfigReader, default_theta: float) -> RopeSpec:
-    rope = config.rope(head_size(config), default_theta=default_theta)
+def _rope(config: ConfigReader, default_theta: float, default_head: int | None = None) -> RopeSpec:
+    rope = config.rope(head_size(config, default_head), default_theta=default_theta)
     return msgspec.structs.replace(rope, interleaved=True)
 
 

@@ -28,7 +28,7 @@ def read(config: ConfigReader) -> ModelSpec:
         windows=windows_of(
             config,
             default=[layer % 4 != 0 for layer in range(config.count("num_hidden_layers"))],
-            window=config.optional_integer("sliding_window"),
+            window=config.integer("sliding_window", 8192),
         ),
         mlp_bias=config.flag("mlp_bias", False),
     )

@@ -94,7 +94,12 @@ def corrected_routing(
 
 
 def routed_experts(
-    config: ConfigReader, routing: dict[str, Any], *, default_dense: int = 0, default_scaling: float = 1.0
+    config: ConfigReader,
+    routing: dict[str, Any],
+    *,
+    default_dense: int = 0,
+    default_scaling: float = 1.0,
+    default_shared: int = 0,
 ) -> ExpertSpec:
     """Experts beside shared ones, but for the first layers."""
     size = config.count("moe_intermediate_size")
@@ -105,7 +110,7 @@ def routed_experts(
         intermediate_size=size,
         layers=tuple(range(first, config.count("num_hidden_layers"))),
         scaling=config.number("routed_scaling_factor", default_scaling),
-        shared_intermediate_size=size * config.integer("n_shared_experts", 0),
+        shared_intermediate_size=size * config.integer("n_shared_experts", default_shared),
         **routing,
     )
 

@@ -23,6 +23,7 @@ def read(config: ConfigReader) -> ModelSpec:
     return decoder_spec(config, default_eps=1e-5, **_attention(config), norm_placement="post")
 
 
+@family("ExaoneMoEForCausalLM")
 @family("ExaoneMoeForCausalLM")
 def read_experts(config: ConfigReader) -> ModelSpec:
     """K-EXAONE; a layer that predicts several tokens at once is left out."""

@@ -67,7 +67,10 @@ def read_lite(config: ConfigReader) -> ModelSpec:
 def read_indexed(config: ConfigReader) -> ModelSpec:
     """GLM-5: attention over positions that an indexer chooses, in some layers for those behind them."""
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
-    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
+    experts = listed_sparse(
+        config, routed_experts(config, routing, default_dense=3, default_scaling=2.5, default_shared=1)
+    )
+    config.require("indexer_rope_interleave", True, True)
     spec = read_latent(config, experts, interleaved=True, default_eps=1e-5)
     return with_indexer(config, spec, num_heads=32, interleaved=True, without=_sharing(config))
 

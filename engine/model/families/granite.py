@@ -44,7 +44,13 @@ def read(config: ConfigReader) -> ModelSpec:
 @family("GraniteSWAForCausalLM")
 def read_windows(config: ConfigReader) -> ModelSpec:
     """Every fourth layer, from the first on, looks at everything."""
-    return _scaled(config, default_eps=1e-5, mlp_bias=config.flag("mlp_bias", False), **_sliding(config))
+    return _scaled(
+        config,
+        default_eps=1e-5,
+        mlp_bias=config.flag("mlp_bias", False),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        **_sliding(config),
+    )
 
 
 @family("GraniteMoeSWAForCausalLM")

@@ -34,10 +34,30 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
     return decoder_spec(config, default_eps=1e-5, head_dim=head_dim, ropes=(rope,), windows=_windows(config))
 
 
+# What configurations of Mistral Small 4 may leave out.
+_OF_MISTRAL4 = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "n_shared_experts": 1,
+}
+_ROTATION = {
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 @family("Mistral4ForCausalLM")
 def read_mistral4(config: ConfigReader) -> ModelSpec:
     """Mistral Small 4: DeepSeek's latent attention and experts, chosen by softmax."""
-    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling")
+    config = ConfigReader({**_OF_MISTRAL4, **config.values}, config.source)
+    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling") or _ROTATION
     if isinstance(rotation, dict):
         # A share of queries and keys, of which the other part is a tensor of its own here.
         rotation = {key: value for key, value in rotation.items() if key != "partial_rotary_factor"}

@@ -4,13 +4,16 @@ left in the checkpoint, which a log line says, and requests that bring some are 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.model.checkpoint import read_headers
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import FAMILIES, Family, family, head_size
 from engine.model.spec import CheckpointError, ModelSpec, TensorNames
+from runtime.errors import ConfigError
 
 # Kind of text model, as its own configuration names it, to what reads it.
 _TEXT_MODELS = {
@@ -29,6 +32,7 @@ _TEXT_MODELS = {
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "hyperclovax": "HyperCLOVAXForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl": "Qwen2ForCausalLM",
@@ -43,8 +47,34 @@ _TEXT_MODELS = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
-# What configurations of Gemma leave to transformers' defaults.
+# What configurations leave to transformers' defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
     "gemma3_text": {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -68,11 +98,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _DEFAULTS["gemma4_unified_text"] = _DEFAULTS["gemma4_text"] | {"max_position_embeddings": 262_144}
 _PREFIXES = (
+    (r"^thinker\.", ""),
     (r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
-    r"mtp\.|(model\.)?(vision_tower|vision_model|vision_encoder|vision_embedder|visual|visual_embeddings_table|"
+    r"(mtp|talker|token2wav|code2wav)\.|(thinker\.)?(model\.)?(vision_tower|vision_model|vision_encoder|vision_embedder|visual|visual_embeddings_table|"
     r"connector|multi_modal_projector|mm_projector|projector|vision_projector|vision_projection|image_tower|"
     r"video_tower|aligner|mlp1|merger|audio_tower|embed_vision|embed_audio|image_newline)(\.|$)"
 )
@@ -93,6 +124,7 @@ WHOLES = (
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
@@ -107,8 +139,11 @@ WHOLES = (
     "Ovis2ForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
@@ -123,6 +158,8 @@ WHOLES = (
 
 def read_text_part(config: ConfigReader) -> ModelSpec:
     """The text model of a whole whose configuration is nested, or flat as Qwen2-VL's first ones are."""
+    # What a model that speaks as well thinks with.
+    config = ConfigReader(config.values.get("thinker_config") or config.values, config.source)
     text = config.values.get("text_config") or config.values
     if not isinstance(text, dict):
         raise CheckpointError(f"{config.source}: text_config = {text!r} is not a table of keys")
@@ -133,8 +170,11 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
     tied = {key: config.values[key] for key in ("tie_word_embeddings",) if key in config.values}
     values = {**types, **_DEFAULTS.get(str(kind), {}), **text, **tied}
     if kind == "glm4v_text" and values.get("head_dim") is None:
-        # GLM-4 would have 128.
+        # GLM-4 would have 128, and rotate a half of it.
         values["head_dim"] = head_size(ConfigReader(values, f"{config.source}: text_config"))
+        rotation = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        if "partial_rotary_factor" not in rotation:
+            values.setdefault("partial_rotary_factor", 1.0)
     spec = reader(ConfigReader(values, f"{config.source}: text_config"))
     if kind == "qwen3_vl_moe_text" and spec.experts is not None:
         # Its experts share tensors, and their weights sum to one whatever is said.
@@ -143,6 +183,18 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
     skipped = f"{_SKIPPED}|{spec.names.skipped}" if spec.names.skipped else _SKIPPED
     names = TensorNames(renamed=(*_PREFIXES, *spec.names.renamed), skipped=skipped)
     return msgspec.structs.replace(spec, names=names)
+
+
+def tied_as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec of a whole with the head that its files have: whether that is the embedding is said by the
+    whole, by its text model, or by neither.
+    """
+    try:
+        stored = spec.names.of(read_headers(folder))
+    except ConfigError:
+        # Nothing but a configuration is there.
+        return spec
+    return msgspec.structs.replace(spec, tied_embeddings="lm_head.weight" not in stored)
 
 
 def _reader_of(kind: Any, source: str) -> Family:

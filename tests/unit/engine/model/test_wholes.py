@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.model.families import FAMILIES, read_spec
@@ -326,6 +328,64 @@ def _rename(path: Path) -> None:
         return name
 
     save_file({right(name): tensor for name, tensor in load_file(path).items()}, path)
+
+
+def test_the_names_of_published_checkpoints_are_known(tmp_path: Path) -> None:
+    """Kimi K2.5's, whose text model is of another kind there; and of what speaks as well as it thinks."""
+    model_type, changes = CASES["kimi-k2.5"]
+    oracle = make_checkpoint(tmp_path / "kimi", model_type, **changes)
+    _rename(tmp_path / "kimi" / "model.safetensors")
+    text = json.loads((tmp_path / "kimi" / "config.json").read_text())["text_config"]
+    edit_config(
+        tmp_path / "kimi",
+        architectures=["KimiK25ForConditionalGeneration"],
+        text_config=text | {"model_type": "kimi_k2"},
+    )
+    prompt = prompt_of(20, 199)
+    (job,) = generated(tmp_path / "kimi", [Job(prompt, num_tokens=6)])
+    assert job.output == reference_greedy(oracle, prompt, 6)
+    model_type, changes = CASES["qwen3-omni"]
+    oracle = make_checkpoint(tmp_path / "omni", model_type, **changes)
+    path = tmp_path / "omni" / "config.json"
+    thinker = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(
+            {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": thinker}
+            | {"dtype": "float32"}
+        )
+    )
+    weights = tmp_path / "omni" / "model.safetensors"
+    spoken = {"talker.model.norm.weight": torch.zeros(4)}
+    save_file({f"thinker.{name}": tensor for name, tensor in load_file(weights).items()} | spoken, weights)
+    (job,) = generated(tmp_path / "omni", [Job(prompt, num_tokens=6)])
+    assert job.output == reference_greedy(oracle, prompt, 6)
+
+
+@pytest.mark.parametrize("said", [(False, True), (None, None)])
+def test_a_head_that_is_not_stored_is_the_embedding(
+    said: tuple[bool | None, bool | None], tmp_path: Path
+) -> None:
+    """Whatever the whole and its text model say."""
+    model_type, changes = CASES["llava-onevision"]
+    changes = changes | {"text_config": changes["text_config"] | {"tie_word_embeddings": True}}
+    oracle = make_checkpoint(tmp_path, model_type, **changes, tie_word_embeddings=True)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    whole, own = said
+    edit_config(tmp_path, tie_word_embeddings=whole, text_config=text | {"tie_word_embeddings": own})
+    prompt = prompt_of(20, 199)
+    (job,) = generated(tmp_path, [Job(prompt, num_tokens=6)])
+    assert job.output == reference_greedy(oracle, prompt, 6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_what_a_text_model_leaves_out_is_as_transformers_has_it(kind: str, tmp_path: Path) -> None:
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": kind}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec, theirs = read_spec(tmp_path), transformers.AutoConfig.for_model(kind)
+    assert (spec.hidden_size, spec.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
+    assert (spec.num_layers, spec.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
+    assert (spec.num_kv_heads, spec.num_embeddings) == (theirs.num_key_value_heads, theirs.vocab_size)
+    assert spec.max_positions == theirs.max_position_embeddings
 
 
 def test_a_text_model_that_is_not_computed_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"expert_count": 6, "expert_feed_forward_length": 88, "rope.dimension_count": 8},
     ),
 }
-BESIDE = dict.fromkeys(
-    ("lfm2", "lfm2moe"), {"shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5}
-)
+BESIDE = {
+    name: {"shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5} for name in ("lfm2", "lfm2moe")
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

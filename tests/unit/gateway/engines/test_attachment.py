@@ -126,3 +126,31 @@ async def test_what_is_sent_in_one_turn_goes_in_one_message(engine: tuple[Deaf, 
     kinds = [each.WhichOneof("message") for each in message.several.requests]
     assert kinds == ["submit", "submit", "submit", "cancel"]
     assert attached.num_open == 2
+
+
+async def test_a_stream_that_retires_stays_open_for_the_last_word(engine: tuple[Deaf, Attachment]) -> None:
+    """Taken back before it retires or afterwards; what is said never is missed by nobody for ever."""
+    _, attached = engine
+    legs = [attached.submit(submission(1), Mailbox()) for _ in range(2)]
+    legs[0].cancel(CancelReason.CLIENT)
+    attached.retire()
+    legs[1].cancel(CancelReason.CLIENT)
+    await asyncio.sleep(0)
+    words = [each.worked for each in legs]
+    assert [word is not None and not word.done() for word in words] == [True, True]
+    assert not attached.has_ended
+    for leg in legs:
+        ended = engine_pb2.RequestOutput(handle=leg.handle, finish_reason=1)
+        attached._note_taken_back(ended)
+    await until(lambda: attached.has_ended)
+    assert all(word is not None and word.done() for word in words)
+
+
+async def test_who_waits_for_a_last_word_hears_of_the_end(engine: tuple[Deaf, Attachment]) -> None:
+    _, attached = engine
+    leg = attached.submit(submission(1), Mailbox())
+    leg.cancel(CancelReason.CLIENT)
+    attached.retire()
+    await attached.stop()
+    assert leg.worked is not None
+    await asyncio.wait_for(leg.worked, 30)
