@@ -228,9 +228,8 @@ def _from_heads(spec: ModelSpec) -> Tensor:
     """Rows of q, k and v, which are stored by heads of keys: its queries, k, v of the first, and so on."""
     group = spec.num_heads // spec.num_kv_heads
     rows = torch.arange((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-    groups = rows.view(spec.num_kv_heads, group + 2, spec.head_dim)
-    queries, *others = torch.split(groups, [group, 1, 1], dim=1)
-    return torch.cat((queries.flatten(), *(each.flatten() for each in others)))
+    rows = rows.view(spec.num_kv_heads, group + 2, spec.head_dim)
+    return torch.cat((rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()))
 
 
 def unit_norm(size: int, eps: float, device: torch.device) -> Norm:

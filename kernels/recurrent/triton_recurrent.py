@@ -275,16 +275,14 @@ def gated_norm_kernel(
     column = group * size + offset
     value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     opened = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if KIND == 2:
-        # tanh(x) = 2 sigmoid(2x) - 1
-        inner = 0.7978845608028654 * (opened + 0.044715 * opened * opened * opened)
-        factor = opened * _sigmoid(2.0 * inner)
-    elif KIND == 3:
-        factor = tl.maximum(opened, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(opened)))
-    else:
-        factor = _sigmoid(opened)
+    factor = _sigmoid(opened)
     if KIND == 0:
         factor = opened * factor
+    if KIND == 2:  # tanh(x) = 2 sigmoid(2x) - 1
+        inner = 0.7978845608028654 * (opened + 0.044715 * opened * opened * opened)
+        factor = opened * _sigmoid(2.0 * inner)
+    if KIND == 3:
+        factor = tl.maximum(opened, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(opened)))
     if GATE_FIRST:
         value = value * factor
     if NORMS:

@@ -137,11 +137,10 @@ def _heads(
                 f"{config.source}: num_attention_heads = {num_heads} is not a multiple of the {number} kv "
                 f"heads of layer {layer}"
             )
-        dim = own.count("head_dim", dims[slide])
         found.append(
             LayerHeads(
                 num_kv_heads=number if source is None else found[source].num_kv_heads,
-                head_dim=dim,
+                head_dim=(dim := own.count("head_dim", dims[slide])),
                 value_dim=dim,
                 num_heads=num_heads,
                 values_of_keys=same and not slide,

@@ -80,6 +80,7 @@ LOWERED: dict[str, tuple[str, dict[str, Any]]] = {
         name: CASES[name]
         for name in (*("lfm2", "qwen3-next", "granite-4", "nemotron-h-latent", "falcon-h1-norm"),)
     },
+    **{name: CASES[name] for name in ("afmoe", "laguna", "lfm3", "mimo-v2")},
     "recurrent-gemma": (CASES["recurrent-gemma"][0], CASES["recurrent-gemma"][1] | {"lru_width": 60}),
     **{name: (CASES[name][0], CASES[name][1] | WIDE) for name in ("deepseek-v2-groups", "deepseek-v3")},
     # Latent attention in dense layers: queries with and without a rank of their own.
@@ -120,6 +121,7 @@ def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
     [
         *("mixtral", "deepseek-v3", "gpt-oss", "llama4", "qwen2-moe", "phi"),
         *("lfm2", "qwen3-next", "granite-4", "nemotron-h-latent", "falcon-h1-norm", "recurrent-gemma"),
+        *("laguna", "lfm3", "mimo-v2"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
