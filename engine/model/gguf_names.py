@@ -42,6 +42,12 @@ LAYER_NAMES = {
     "ssm_conv1d": "state.conv1d",
     "ssm_norm": "state.norm",
     "ssm_out": "state.out_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
     # Whole names.
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "state.A_log",
@@ -121,6 +127,7 @@ NAMES: dict[str, dict[str, str]] = {
             *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
             *("dots1", "ernie4_5-moe", "exaone-moe", "granitemoe", "hunyuan-moe", "jais2", "lfm2", "lfm2moe"),
             *("mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe"),
+            *("deepseek2", "falcon-h1", "granitehybrid"),
         )
     },
 }

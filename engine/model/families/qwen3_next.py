@@ -27,7 +27,9 @@ _NAMES = TensorNames(
 def read(config: ConfigReader) -> ModelSpec:
     """What a layer with a state projects is stored group by group, but not in GGUF."""
     experts = _experts(config, 512, 10, sparse_layers(config), config.flag("norm_topk_prob", True))
-    layout = "separate" if config.text("linear_layout", "by_group") == "separate" else "by_group"
+    layout: Literal["by_group", "separate"] = "by_group"
+    if config.text("linear_layout", "by_group") == "separate":
+        layout = "separate"
     return _read(config, layout, experts=experts if experts.layers else None)
 
 
