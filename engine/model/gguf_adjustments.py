@@ -15,6 +15,8 @@ LATER_ARCHITECTURES = {
     "falcon-h1": "FalconH1ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptneox": "GPTNeoXForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
@@ -23,6 +25,8 @@ LATER_ARCHITECTURES = {
     "lfm2moe": "Lfm2MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM",
     "qwen2vl": "Qwen2ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -217,6 +221,59 @@ def _falcon_h1(file: GgufFile, values: Values) -> None:
         raise ValueError("output.weight is missing: the embedding is multiplied, and is not the head")
 
 
+def _gpt2(file: GgufFile, values: Values) -> None:
+    values["layer_norm_epsilon"] = values["layer_norm_eps"]
+    # What is stated is four times the hidden size, whatever the tensors have.
+    values["intermediate_size"] = file.header("model.layers.0.mlp.up_proj.weight").shape[0]
+
+
+def _gpt_neox(file: GgufFile, values: Values) -> None:
+    """Queries of all heads come first there, and then keys."""
+    values["qkv_layout"] = "whole"
+    rotated_share(file, values)
+    values["use_parallel_residual"] = file.metadata.get("gptneox.use_parallel_residual", True)
+    values["attention_bias"] = "model.layers.0.self_attn.qkv_proj.bias" in file.headers
+    # The converter does not say which GELU it is; all published ones have the exact one.
+    values["hidden_act"] = "gelu"
+
+
+def _nemotron_h(file: GgufFile, values: Values) -> None:
+    arch, metadata, headers = file.architecture, file.metadata, file.headers
+    letters = (("M", "state.in_proj"), ("*", "self_attn.q_proj"), ("E", "mlp.gate"), ("-", "mlp.up_proj"))
+    pattern = ""
+    for layer in range(file.num_layers):
+        found = (letter for letter, name in letters if f"model.layers.{layer}.{name}.weight" in headers)
+        pattern += next(found, "?")
+    values["hybrid_override_pattern"] = pattern
+    counts = values["num_key_value_heads"]
+    if isinstance(counts, list):
+        if len(set(counts) - {0}) > 1:
+            raise ValueError(f"attention.head_count_kv = {counts} differs between layers that attend")
+        values["num_key_value_heads"] = max(counts)
+    # What is stated is that of experts, where there are some.
+    dense = [f"model.layers.{layer}.mlp.up_proj.weight" for layer, each in enumerate(pattern) if each == "-"]
+    values["intermediate_size"] = file.header(dense[0]).shape[0] if dense else values["hidden_size"]
+    values["layer_norm_epsilon"] = values.get("rms_norm_eps", values.get("layer_norm_eps"))
+    heads = values["mamba_num_heads"] = file.number("ssm.time_step_rank")
+    values["mamba_head_dim"] = file.number("ssm.inner_size") // heads
+    values["n_groups"], values["ssm_state_size"] = (
+        file.number("ssm.group_count"),
+        file.number("ssm.state_size"),
+    )
+    values["conv_kernel"] = file.number("ssm.conv_kernel")
+    ends = {"use_conv_bias": "conv1d", "use_bias": "state.in_proj", "mlp_bias": "up_proj"}
+    ends["attention_bias"] = "self_attn.q_proj"
+    for key, end in ends.items():
+        values[key] = any(name.endswith(f".{end}.bias") for name in headers)
+    if "E" in pattern:
+        values["n_routed_experts"] = values["num_experts"]
+        values["moe_shared_expert_intermediate_size"] = file.number("expert_shared_feed_forward_length")
+        values["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm", False)
+        values["routed_scaling_factor"] = metadata.get(f"{arch}.expert_weights_scale", 1.0)
+        values["n_group"] = file.number("expert_group_count", 1)
+        values["moe_latent_size"] = file.number("moe_latent_size", 0) or None
+
+
 def _deepseek2(file: GgufFile, values: Values) -> None:
     """DeepSeek-V2 has no corrections of its choice."""
     arch, metadata = file.architecture, file.metadata
@@ -268,6 +325,8 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "deepseek2": _deepseek2,
     "dots1": _corrected,
     "falcon-h1": _falcon_h1,
+    "gpt2": _gpt2,
+    "gptneox": _gpt_neox,
     "granitehybrid": _granite_hybrid,
     "ernie4_5-moe": _ernie_moe,
     "exaone-moe": _exaone_moe,
@@ -280,6 +339,7 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "mistral3": _mistral3,
     "qwen3vlmoe": _normalized,
     "stablelm": _stablelm,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_h),
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _delta),
 }

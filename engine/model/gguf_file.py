@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from checkpoint.gguf_parts import part_names
 from engine.model.gguf_changes import UNCHANGED, Change, change_of, joined, split_of
-from engine.model.gguf_names import GLOBAL_NAMES, LAYER_NAMES, NAMES
+from engine.model.gguf_names import GLOBAL_NAMES, HALVES, LAYER_NAMES, NAMES
 from engine.model.spec import CheckpointError, TensorHeader
 
 _log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class GgufFile:
         for tensor in self.stored.values():
             self._enter(tensor)
         self._join_latents()
+        if self.architecture in HALVES:
+            self._name_halves()
         if self.num_left:
             _log.warning("%s: %d tensors of layers that predict are not served", path, self.num_left)
         self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
@@ -175,6 +177,18 @@ class GgufFile:
             return
         for index in range(tensor.data.shape[0]):
             self._entries[target.format(index)] = _Entry(tensor, index, UNCHANGED)
+
+    def _name_halves(self) -> None:
+        """The only norm of a half layer that feeds forward is called as in layers of two halves."""
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}"
+            if (
+                f"{prefix}.mlp.up_proj.weight" in self._entries
+                or f"{prefix}.mlp.gate.weight" in self._entries
+            ):
+                norm = self._entries.pop(f"{prefix}.input_layernorm.weight", None)
+                if norm is not None:
+                    self._entries[f"{prefix}.post_attention_layernorm.weight"] = norm
 
     def _join_latents(self) -> None:
         """Keys and values of latent attention, which lie apart and are one weight to layers."""

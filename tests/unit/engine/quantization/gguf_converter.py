@@ -56,12 +56,13 @@ def convert(
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), arch)
     given = {name: config[key] for name, key in COMMON.items() if config.get(key) is not None}
-    given["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+    if config.get("rope_parameters"):
+        given["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
     for name, value in (given | dict(metadata)).items():
         _add(writer, f"{arch}.{name}", value)
     writer.add_eos_token_id(7)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(number, (given | dict(metadata))["block_count"])
     for name, values in _taken_apart(load_file(folder / "model.safetensors"), arch):
         stem, suffix = _stem(name)
         # Falcon-H1's norms are known by whole names.
@@ -102,7 +103,9 @@ def _stem(name: str) -> tuple[str, str]:
         return name, ".weight"
     if name.endswith(("e_score_correction_bias", ".expert_bias")):
         return name.replace("e_score_correction_bias", "e_score_correction"), ".bias"
-    stem, _, suffix = name.rpartition(".")
+    stem, _, suffix = name.replace("model.layers.", "backbone.layers.").rpartition(".")
+    if ".mixer." not in name:
+        stem, _, suffix = name.rpartition(".")
     return stem, f".{suffix}"
 
 
@@ -115,6 +118,8 @@ def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[st
         each = re.fullmatch(r"(.*\.(?:experts|norms))\.(\d+)(\.\w+)?\.weight", name)
         if each is not None:
             stem = each[1].removesuffix(".norms")
+            if stem.endswith(".mixer.experts"):
+                stem = stem.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
             stem = stem.removeprefix("model.") if ".feed_forward." in stem else stem
             stacks.setdefault(f"{stem}{each[3] or ''}.weight", {})[int(each[2])] = values
         elif arch == "gpt-oss" and ".experts." in name:
@@ -192,6 +197,15 @@ def _of_qkvz(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
     yield name.replace("qkvz", "z"), parts[3]
 
 
+def _older(values: Numbers, target: str, arch: str, config: Mapping[str, Any]) -> Numbers:
+    """GPT-NeoX's heads in turn become all queries, keys and values; GPT-2's weights are turned."""
+    if arch == "gptneox" and "attn_qkv" in target:
+        parts = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        return parts.swapaxes(0, 1).reshape(values.shape)
+    turned = arch == "gpt2" and values.ndim == 2 and target.startswith("blk.")
+    return np.ascontiguousarray(values.T) if turned else values
+
+
 def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any]) -> Numbers:
     if arch in PAIRED and (".attn_q." in target or ".attn_k." in target):
         heads = config["num_attention_heads" if ".attn_q." in target else "num_key_value_heads"]
@@ -201,14 +215,14 @@ def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any])
     if target.endswith(("ssm_a", "ssm_d")) and arch not in SHIFTED:
         return values[:, None]
     if "ssm_norm" in target and arch not in SHIFTED:
-        return values.reshape(config["mamba_n_groups"], -1)
+        return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
     if arch == "falcon-h1":
         values = multiplied(values, target, config)
     if ".conv" in target or "_conv1d" in target:
         values = values.squeeze(1) if values.ndim == 3 else values
     if arch in SHIFTED and target.endswith("norm.weight") and "ssm_norm" not in target:
         return values + np.float32(1)
-    return _tiled(values, target, config) if arch in TILED else values
+    return _tiled(values, target, config) if arch in TILED else _older(values, target, arch, config)
 
 
 def _tiled(values: Numbers, target: str, config: Mapping[str, Any]) -> Numbers:

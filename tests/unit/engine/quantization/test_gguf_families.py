@@ -114,6 +114,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRID | {"expert_count": 4, "expert_shared_feed_forward_length": 24},
     ),
     "falcon-h1": ("falcon-h1", MAMBA),
+    "gpt-neox": ("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": True}),
+    "gpt-neox-serial": ("gptneox", {"rope.dimension_count": 6, "use_parallel_residual": False}),
+    "nemotron-h-moe": (
+        "nemotron_h_moe",
+        MAMBA
+        | {"ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4, "expert_count": 6}
+        | {"attention.head_count_kv": [0, 0, 2, 0, 0], "feed_forward_length": [0, 20, 0, 20, 0]}
+        | {"attention.layer_norm_epsilon": 1e-5, "expert_shared_feed_forward_length": 28, "block_count": 5}
+        | {"expert_weights_norm": True, "expert_weights_scale": 1.5},
+    ),
+    "gpt2": (
+        "gpt2",
+        {"context_length": 256, "embedding_length": 48, "block_count": 2, "feed_forward_length": 192}
+        | {"attention.head_count": 4, "attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5},
+    ),
     "stablelm": ("stablelm", {"rope.dimension_count": 6}),
     "hunyuan-moe": (
         "hunyuan-moe",

@@ -123,6 +123,7 @@ def assert_equals(
         (job,) = Driver(runner).run([Job(prompt, num_tokens=8, sampling=probe, chunk=13)])
         model = runner.model.model if native == "required" else runner.model
         mixers = [getattr(layer.attention, "attention", layer.attention) for layer in model.layers]
+        mixers = [each for each in mixers if each is not None]
         linear = next((each.qkv for each in mixers if hasattr(each, "qkv")), mixers[0].output)
         if native == "required":
             kinds = [part.struct.format for part in linear.packed_parts]
