@@ -8,11 +8,16 @@ from typing import Any
 from engine.model.gguf_file import GgufFile
 
 LATER_ARCHITECTURES = {
+    "deepseek2": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "exaone-moe": "ExaoneMoeForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptneox": "GPTNeoXForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
     "jais2": "Jais2ForCausalLM",
@@ -20,6 +25,8 @@ LATER_ARCHITECTURES = {
     "lfm2moe": "Lfm2MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM",
     "qwen2vl": "Qwen2ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -180,12 +187,147 @@ def _delta(file: GgufFile, values: Values) -> None:
         ]
 
 
+def _mamba2(file: GgufFile, values: Values) -> None:
+    """Sizes of Mamba 2 under the names that Bamba and those after it have."""
+    size, hidden = file.number("ssm.inner_size"), values["hidden_size"]
+    heads = values["mamba_n_heads"] = file.number("ssm.time_step_rank")
+    values["mamba_n_groups"] = file.number("ssm.group_count")
+    values["mamba_d_state"] = file.number("ssm.state_size")
+    values["mamba_d_conv"] = file.number("ssm.conv_kernel")
+    values["mamba_d_head"], values["mamba_d_ssm"] = size // heads, size
+    values["mamba_expand"] = size // hidden
+    for key, end in (("mamba_conv_bias", "conv1d.bias"), ("mamba_proj_bias", "in_proj.bias")):
+        values[key] = any(name.endswith(f".state.{end}") for name in file.headers)
+
+
+def _granite_hybrid(file: GgufFile, values: Values) -> None:
+    if file.number("ssm.inner_size") % values["hidden_size"]:
+        raise ValueError("ssm.inner_size is no multiple of embedding_length, which is not supported")
+    layer_kinds(file, values, "mamba")
+    _mamba2(file, values)
+    turns = file.metadata.get("granitehybrid.rope.scaling.finetuned", False)
+    values["position_embedding_type"] = "rope" if turns else "nope"
+    _granite_moe(file, values)
+    if not values.get("num_local_experts"):
+        values["num_local_experts"], values["shared_intermediate_size"] = 0, values["intermediate_size"]
+
+
+def _falcon_h1(file: GgufFile, values: Values) -> None:
+    """Weights are multiplied already. Norms of states, where they are, come behind the gate there."""
+    _mamba2(file, values)
+    values["mamba_rms_norm"] = "model.layers.0.state.norm.weight" in file.headers
+    values["mamba_norm_before_gate"] = False
+    if values["tie_word_embeddings"]:
+        raise ValueError("output.weight is missing: the embedding is multiplied, and is not the head")
+
+
+def _gpt2(file: GgufFile, values: Values) -> None:
+    values["layer_norm_epsilon"] = values["layer_norm_eps"]
+    # What is stated is four times the hidden size, whatever the tensors have.
+    values["intermediate_size"] = file.header("model.layers.0.mlp.up_proj.weight").shape[0]
+
+
+def _gpt_neox(file: GgufFile, values: Values) -> None:
+    """Queries of all heads come first there, and then keys."""
+    values["qkv_layout"] = "whole"
+    rotated_share(file, values)
+    values["use_parallel_residual"] = file.metadata.get("gptneox.use_parallel_residual", True)
+    values["attention_bias"] = "model.layers.0.self_attn.qkv_proj.bias" in file.headers
+    # The converter does not say which GELU it is; all published ones have the exact one.
+    values["hidden_act"] = "gelu"
+
+
+def _nemotron_h(file: GgufFile, values: Values) -> None:
+    arch, metadata, headers = file.architecture, file.metadata, file.headers
+    letters = (("M", "state.in_proj"), ("*", "self_attn.q_proj"), ("E", "mlp.gate"), ("-", "mlp.up_proj"))
+    pattern = ""
+    for layer in range(file.num_layers):
+        found = (letter for letter, name in letters if f"model.layers.{layer}.{name}.weight" in headers)
+        pattern += next(found, "?")
+    values["hybrid_override_pattern"] = pattern
+    counts = values["num_key_value_heads"]
+    if isinstance(counts, list):
+        if len(set(counts) - {0}) > 1:
+            raise ValueError(f"attention.head_count_kv = {counts} differs between layers that attend")
+        values["num_key_value_heads"] = max(counts)
+    # What is stated is that of experts, where there are some.
+    dense = [f"model.layers.{layer}.mlp.up_proj.weight" for layer, each in enumerate(pattern) if each == "-"]
+    values["intermediate_size"] = file.header(dense[0]).shape[0] if dense else values["hidden_size"]
+    values["layer_norm_epsilon"] = values.get("rms_norm_eps", values.get("layer_norm_eps"))
+    heads = values["mamba_num_heads"] = file.number("ssm.time_step_rank")
+    values["mamba_head_dim"] = file.number("ssm.inner_size") // heads
+    values["n_groups"], values["ssm_state_size"] = (
+        file.number("ssm.group_count"),
+        file.number("ssm.state_size"),
+    )
+    values["conv_kernel"] = file.number("ssm.conv_kernel")
+    ends = {"use_conv_bias": "conv1d", "use_bias": "state.in_proj", "mlp_bias": "up_proj"}
+    ends["attention_bias"] = "self_attn.q_proj"
+    for key, end in ends.items():
+        values[key] = any(name.endswith(f".{end}.bias") for name in headers)
+    if "E" in pattern:
+        values["n_routed_experts"] = values["num_experts"]
+        values["moe_shared_expert_intermediate_size"] = file.number("expert_shared_feed_forward_length")
+        values["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm", False)
+        values["routed_scaling_factor"] = metadata.get(f"{arch}.expert_weights_scale", 1.0)
+        values["n_group"] = file.number("expert_group_count", 1)
+        values["moe_latent_size"] = file.number("moe_latent_size", 0) or None
+
+
+def _deepseek2(file: GgufFile, values: Values) -> None:
+    """DeepSeek-V2 has no corrections of its choice."""
+    arch, metadata = file.architecture, file.metadata
+    for end, name in (("key", "qk_nope_head_dim"), ("value", "v_head_dim")):
+        values[name] = file.number(f"attention.{end}_length_mla", file.number(f"attention.{end}_length"))
+    values["qk_rope_head_dim"] = file.number("rope.dimension_count")
+    values["qk_nope_head_dim"] -= values["qk_rope_head_dim"]
+    values["q_lora_rank"] = file.number("attention.q_lora_rank", 0) or None
+    values["kv_lora_rank"] = file.number("attention.kv_lora_rank")
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    values.pop("head_dim", None)
+    sparse = values.get("num_experts") is not None
+    corrects = any(name.endswith(".e_score_correction_bias") for name in file.headers)
+    if not sparse:
+        raise ValueError("expert_count is missing: latent attention without experts is not supported")
+    if corrects:
+        _corrected(file, values)
+    else:
+        _uncorrected(file, values)
+    scaling = values.get("rope_scaling", {})
+    magnitude = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
+    if magnitude is not None and scaling:
+        # A tenth of it is stated there.
+        scaling["mscale"] = scaling["mscale_all_dim"] = 10 * magnitude
+
+
+def _uncorrected(file: GgufFile, values: Values) -> None:
+    """As DeepSeek-V2 chooses experts."""
+    if file.number("expert_gating_func", 1) != 1:
+        raise ValueError("expert_gating_func is not 1 (softmax) without corrections, which is not supported")
+    if file.metadata.get("deepseek2.expert_weights_norm", False):
+        raise ValueError("expert_weights_norm is true without corrections, which is not supported")
+    values["architectures"] = ["DeepseekV2ForCausalLM"]
+    values["first_k_dense_replace"] = first_sparse(file)
+    values["n_shared_experts"] = file.number("expert_shared_count", 0)
+    values["n_routed_experts"] = values["num_experts"]
+    values["routed_scaling_factor"] = file.metadata.get("deepseek2.expert_weights_scale", 1.0)
+    groups = file.number("expert_group_count", 1)
+    if groups > 1:
+        values["topk_method"], values["n_group"] = "group_limited_greedy", groups
+        values["topk_group"] = file.number("expert_group_used_count")
+
+
 def _normalized(file: GgufFile, values: Values) -> None:
     values["norm_topk_prob"] = True
 
 
 LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
+    "deepseek2": _deepseek2,
     "dots1": _corrected,
+    "falcon-h1": _falcon_h1,
+    "gpt2": _gpt2,
+    "gptneox": _gpt_neox,
+    "granitehybrid": _granite_hybrid,
     "ernie4_5-moe": _ernie_moe,
     "exaone-moe": _exaone_moe,
     "glm4moe": _glm4_moe,
@@ -197,6 +339,7 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "mistral3": _mistral3,
     "qwen3vlmoe": _normalized,
     "stablelm": _stablelm,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_h),
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _delta),
 }

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.model.spec import CheckpointError
 
 # Those whose rotation pairs neighbouring rows of q and k there, though not in their checkpoints.
-_PAIRED = frozenset({"arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3"})
+_PAIRED = frozenset({"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"})
 # Those whose norms are stored with one added, and those of them that are not.
 _SHIFTED = frozenset({"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"})
 _UNSHIFTED = ("ssm_norm",)
@@ -105,11 +105,20 @@ def split_of(file: Given, tensor: Any, name: str) -> list[tuple[str, Change]]:
     return [(part, Change(rows=found[:, index].ravel(), shape=size)) for part, index in parts]
 
 
+def joined(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """One weight [H * (N + V), R] of what latents [R] become: keys [H, R, N] and values [H, V, R]."""
+    rows = np.concatenate((keys.swapaxes(1, 2), values), axis=1)
+    return np.ascontiguousarray(rows.reshape(-1, rows.shape[2]), dtype=np.float32)
+
+
 def _paired(file: Given, tensor: str, stem: str, num_rows: int) -> Change:
     """Rows of each head from (0, half, 1, half + 1, ...) back to 0, 1, 2, ..."""
     count = "head_count" if stem == "attn_q" else "head_count_kv"
     prefix = f"{file.architecture}.attention"
     given = file.metadata.get(f"{prefix}.{count}", file.metadata.get(f"{prefix}.head_count"))
+    if isinstance(given, list) and len(set(given) - {0}) == 1:
+        # Layers that do not attend have none.
+        given = max(given)
     if not isinstance(given, int):
         # What is absent, or differs between layers, is refused by its name with the configuration.
         return UNCHANGED
@@ -159,5 +168,5 @@ def _less_one(values: NDArray[Any]) -> NDArray[Any]:
 
 def _log(values: NDArray[Any]) -> NDArray[Any]:
     """Logarithms of decays, which are stored as what they are."""
-    found: NDArray[Any] = np.log(-values)
-    return found
+    logarithms: NDArray[Any] = np.log(-values)
+    return logarithms

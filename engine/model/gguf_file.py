@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.gguf_parts import part_names
-from engine.model.gguf_changes import UNCHANGED, Change, change_of, split_of
-from engine.model.gguf_names import GLOBAL_NAMES, LAYER_NAMES, NAMES
+from engine.model.gguf_changes import UNCHANGED, Change, change_of, joined, split_of
+from engine.model.gguf_names import GLOBAL_NAMES, HALVES, LAYER_NAMES, NAMES
 from engine.model.shards import TensorPart
 from engine.model.spec import CheckpointError, TensorHeader
 
@@ -39,6 +39,8 @@ class _Entry(msgspec.Struct, frozen=True):
     expert: int | None
     # What is undone when it is read.
     change: Change
+    # A second tensor of values, which is joined to this one of keys.
+    values: Any = None
 
 
 class GgufFile:
@@ -82,6 +84,9 @@ class GgufFile:
         self._entries: dict[str, _Entry] = {}
         for tensor in self.stored.values():
             self._enter(tensor)
+        self._join_latents()
+        if self.architecture in HALVES:
+            self._name_halves()
         if self.num_left:
             _log.warning("%s: %d tensors of layers that predict are not served", path, self.num_left)
         self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
@@ -115,20 +120,24 @@ class GgufFile:
     def array(self, name: str, part: TensorPart | None = None) -> NDArray[Any]:
         """A tensor's numbers, or those of a part: float16 as stored, everything else in float32."""
         entry = self._entries[name]
-        data = self._data(entry, part)
-        kind = entry.tensor.tensor_type
-        values: NDArray[Any] = data
+        if entry.values is not None:
+            whole = self._numbers(entry.tensor, self._data(entry, None))
+            return _part_of(joined(whole, self._numbers(entry.values, entry.values.data)), part)
+        return np.array(entry.change.undone(self._numbers(entry.tensor, self._data(entry, part))))
+
+    def _numbers(self, tensor: Any, data: NDArray[Any]) -> NDArray[Any]:
+        kind, values = tensor.tensor_type, data
         if kind.name not in ("F32", "F16", "F64"):
             try:
                 values = self._gguf.quants.dequantize(data, kind)
             except NotImplementedError as error:
                 raise CheckpointError(
-                    f"{self.path}: tensor {entry.tensor.name} has the type {kind.name}, which is not read; "
+                    f"{self.path}: tensor {tensor.name} has the type {kind.name}, which is not read; "
                     "quantize the model to another type, such as Q4_K_M"
                 ) from error
         if kind.name == "F64":
             values = values.astype(np.float32)
-        return np.array(entry.change.undone(values))
+        return values
 
     def blocks(self, name: str, part: TensorPart | None = None) -> tuple[str, NDArray[np.uint8]]:
         """A quantized tensor's type and the bytes of its rows [N, bytes], or those of a part."""
@@ -161,16 +170,16 @@ class GgufFile:
         if int(layer[1]) >= self.num_layers:
             self.num_left += 1
             return
-        if parts := split_of(self, tensor, layer[2]):
+        # Falcon-H1's norms lack what they end in; decays and skips have nothing there.
+        name = layer[2] if "." in layer[2] or layer[2].startswith("ssm_") else f"{layer[2]}.weight"
+        if parts := split_of(self, tensor, name):
             prefix = f"model.layers.{layer[1]}"
-            self._entries |= {f"{prefix}.{name}": _Entry(tensor, None, change) for name, change in parts}
+            self._entries |= {f"{prefix}.{part}": _Entry(tensor, None, change) for part, change in parts}
             return
         names = LAYER_NAMES | NAMES[self.architecture]
-        stem, _, suffix = layer[2].rpartition(".")
-        whole, own = names.get(layer[2]), names.get(stem)
-        name = whole or (f"{own}.{suffix}" if own else None)
-        target = f"model.layers.{layer[1]}.{name}" if name else tensor.name
-        self._enter_all(tensor, target, layer[2])
+        stem, _, suffix = name.rpartition(".")
+        known = names.get(name) or (f"{names[stem]}.{suffix}" if stem in names else None)
+        self._enter_all(tensor, f"model.layers.{layer[1]}.{known}" if known else tensor.name, name)
 
     def _enter_all(self, tensor: Any, target: str, name: str) -> None:
         """A tensor as it is, or those that it is stacked of, each by its number."""
@@ -181,12 +190,43 @@ class GgufFile:
         for index in range(tensor.data.shape[0]):
             self._entries[target.format(index)] = _Entry(tensor, index, UNCHANGED)
 
+    def _name_halves(self) -> None:
+        """The only norm of a half layer that feeds forward is called as in layers of two halves."""
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}"
+            if (
+                f"{prefix}.mlp.up_proj.weight" in self._entries
+                or f"{prefix}.mlp.gate.weight" in self._entries
+            ):
+                norm = self._entries.pop(f"{prefix}.input_layernorm.weight", None)
+                if norm is not None:
+                    self._entries[f"{prefix}.post_attention_layernorm.weight"] = norm
+
+    def _join_latents(self) -> None:
+        """Keys and values of latent attention, which lie apart and are one weight to layers."""
+        for layer in range(self.num_layers):
+            parts = [self._entries.pop(f"blk.{layer}.attn_{part}_b.weight", None) for part in "kv"]
+            if None in parts:
+                continue
+            keys, values = (part.tensor for part in parts if part is not None)
+            (nope, rank, heads), width = map(int, keys.shape), int(values.shape[1])
+            change = Change(shape=(heads * (nope + width), rank), kind="F32")
+            name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+            self._entries[name] = _Entry(keys, None, change, values)
+
     def _header(self, entry: _Entry) -> TensorHeader:
         shape = tuple(int(size) for size in reversed(entry.tensor.shape))
         kind = entry.tensor.tensor_type.name
         file = self._files[entry.tensor.name]
         own = shape if entry.expert is None else shape[1:]
         return TensorHeader(file, entry.change.kind or kind, entry.change.shape or own)
+
+
+def _part_of(values: NDArray[Any], part: TensorPart | None) -> NDArray[Any]:
+    if part is None:
+        return values
+    own = slice(part.begin, part.end)
+    return values[own] if part.axis == 0 else values[:, own]
 
 
 def split_files(path: Path) -> list[Path]:

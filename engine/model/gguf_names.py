@@ -6,6 +6,7 @@ GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "position_embd": "model.embed_positions",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
@@ -42,6 +43,12 @@ LAYER_NAMES = {
     "ssm_conv1d": "state.conv1d",
     "ssm_norm": "state.norm",
     "ssm_out": "state.out_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
     # Whole names.
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "state.A_log",
@@ -94,6 +101,9 @@ _DELTA = _LATER | {
     "ssm_beta": "state.in_proj_b",
     "ssm_alpha": "state.in_proj_a",
 }
+# Layers are half layers, of which those that feed forward are told from the others by their tensors.
+HALVES = frozenset({"nemotron_h", "nemotron_h_moe"})
+_LATENT_EXPERTS = {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
 # Architecture to names that differ from the common ones.
 NAMES: dict[str, dict[str, str]] = {
     "llama": _MIXTRAL,
@@ -109,6 +119,7 @@ NAMES: dict[str, dict[str, str]] = {
     "exaone4": _SANDWICH,
     "glm4": _SANDWICH | {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": _LATER,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _LATENT_EXPERTS),
     "glm4moe": _LATER,
     "gpt-oss": _GPT_OSS,
     "minimax-m2": _MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
@@ -121,6 +132,7 @@ NAMES: dict[str, dict[str, str]] = {
             *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
             *("dots1", "ernie4_5-moe", "exaone-moe", "granitemoe", "hunyuan-moe", "jais2", "lfm2", "lfm2moe"),
             *("mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe"),
+            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid"),
         )
     },
 }

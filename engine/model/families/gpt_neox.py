@@ -43,7 +43,7 @@ def read(config: ConfigReader) -> ModelSpec:
         mlp_bias=True,
         activation=activation(config, default="gelu"),
         gated=False,
-        fused_qkv="by_head",
+        fused_qkv="whole" if config.text("qkv_layout", "by_head") == "whole" else "by_head",
         norm_placement="parallel" if is_parallel else "pre",
         names=_NAMES,
     )

@@ -162,7 +162,8 @@ def read_hybrid(config: ConfigReader) -> ModelSpec:
         spec = read_experts(config, **fields)
     else:
         size = config.count("shared_intermediate_size")
-        spec = _scaled(config, intermediate_size=size, fused_gate_up=True, names=_DENSE, **fields)
+        is_fused = config.text("experts_layout", "stacked") == "stacked"
+        spec = _scaled(config, intermediate_size=size, fused_gate_up=is_fused, names=_DENSE, **fields)
     names = TensorNames(renamed=(*spec.names.renamed, (r"\.mamba\.", ".state.")))
     return msgspec.structs.replace(spec, names=names)
 

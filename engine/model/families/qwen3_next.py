@@ -27,8 +27,10 @@ _NAMES = TensorNames(
 def read(config: ConfigReader) -> ModelSpec:
     """What a layer with a state projects is stored group by group, but not in GGUF."""
     experts = _experts(config, 512, 10, sparse_layers(config), config.flag("norm_topk_prob", True))
-    is_apart = config.text("linear_layout", "by_group") == "separate"
-    return _read(config, "separate" if is_apart else "by_group", experts=experts if experts.layers else None)
+    layout: Literal["by_group", "separate"] = "by_group"
+    if config.text("linear_layout", "by_group") == "separate":
+        layout = "separate"
+    return _read(config, layout, experts=experts if experts.layers else None)
 
 
 @family("Qwen3_5ForCausalLM")

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 Numbers = NDArray[np.float32]
 # Those whose rows of q and k are reordered, those with one added to norms, and those whose heads take turns.
-PAIRED = ("granitemoe", "mistral3")
+PAIRED = ("granitehybrid", "granitemoe", "mistral3")
 SHIFTED = ("qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")
 TURNING = ("attn_qkv", "ssm_conv1d", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_out")
@@ -56,15 +56,17 @@ def convert(
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), arch)
     given = {name: config[key] for name, key in COMMON.items() if config.get(key) is not None}
-    given["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+    if config.get("rope_parameters"):
+        given["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
     for name, value in (given | dict(metadata)).items():
         _add(writer, f"{arch}.{name}", value)
     writer.add_eos_token_id(7)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(number, (given | dict(metadata))["block_count"])
     for name, values in _taken_apart(load_file(folder / "model.safetensors"), arch):
         stem, suffix = _stem(name)
-        found = names.get_name(stem)
+        # Falcon-H1's norms are known by whole names.
+        found = names.get_name(stem) or names.get_name(name)
         assert found is not None, name
         target = found + suffix
         kind = next((kind for part, kind in (kinds or {}).items() if part in target), Kind.F32)
@@ -101,17 +103,23 @@ def _stem(name: str) -> tuple[str, str]:
         return name, ".weight"
     if name.endswith(("e_score_correction_bias", ".expert_bias")):
         return name.replace("e_score_correction_bias", "e_score_correction"), ".bias"
-    stem, _, suffix = name.rpartition(".")
+    stem, _, suffix = name.replace("model.layers.", "backbone.layers.").rpartition(".")
+    if ".mixer." not in name:
+        stem, _, suffix = name.rpartition(".")
     return stem, f".{suffix}"
 
 
 def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[str, Numbers]]:
     """Experts as one tensor for each of their three products."""
+    sparse = any(".block_sparse_moe." in name for name in tensors)
+    shared = ".mlp.shared_experts" if sparse else ".mlp"
     stacks: dict[str, dict[int, Numbers]] = {}
     for name, values in tensors.items():
         each = re.fullmatch(r"(.*\.(?:experts|norms))\.(\d+)(\.\w+)?\.weight", name)
         if each is not None:
             stem = each[1].removesuffix(".norms")
+            if stem.endswith(".mixer.experts"):
+                stem = stem.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
             stem = stem.removeprefix("model.") if ".feed_forward." in stem else stem
             stacks.setdefault(f"{stem}{each[3] or ''}.weight", {})[int(each[2])] = values
         elif arch == "gpt-oss" and ".experts." in name:
@@ -119,13 +127,16 @@ def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[st
         elif name.endswith(("experts.gate_up_proj", "input_linear.weight")):
             stem = re.sub(r"\.(gate_up_proj|input_linear\.weight)$", "", name)
             stem = stem.replace(".block_sparse_moe", ".mlp.experts")
-            stem = stem.replace(".shared_mlp", ".mlp.shared_experts")
+            stem = stem.replace(".shared_mlp", shared)
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
                 yield f"{stem}.{part}_proj.weight", half
+        elif arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+            yield from _of_latents(name, values)
         elif arch == "qwen3next" and "in_proj_qkvz" in name:
             yield from _of_qkvz(name, values)
         else:
             own = name.replace(".block_sparse_moe.output_linear", ".mlp.experts.down_proj")
+            own = own.replace(".shared_mlp.output_linear", f"{shared}.down_proj")
             yield (f"{own}.weight" if own.endswith("experts.down_proj") else own), values
     for name, parts in stacks.items():
         yield name, np.stack([parts[index] for index in sorted(parts)])
@@ -142,6 +153,38 @@ def _of_gpt_oss(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
         yield stem + suffix, values
 
 
+HEADS, NOPE, GATED = 4, 12, 96
+
+
+def _of_latents(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
+    """Keys, turned, and values, each by heads."""
+    keys, rest = np.split(values.reshape(HEADS, -1, values.shape[1]), [NOPE], axis=1)
+    yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+    yield name.replace("kv_b", "v_b"), rest
+
+
+def multiplied(values: Numbers, target: str, config: Mapping[str, Any]) -> Numbers:
+    """Falcon-H1's weights with their multipliers."""
+    entering, gates = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors = {
+        "attn_q": entering,
+        "attn_k": entering * config["key_multiplier"],
+        "attn_v": entering,
+        "attn_output": config["attention_out_multiplier"],
+        "ssm_out": config["ssm_out_multiplier"],
+        "ffn_gate": gates[0],
+        "ffn_down": gates[1],
+        "token_embd": config["embedding_multiplier"],
+        "output": config["lm_head_multiplier"],
+    }
+    part = target.removesuffix(".weight").split(".")[-1]
+    if part == "ssm_in":
+        keys, heads = config["mamba_n_groups"] * config["mamba_d_state"], config["mamba_n_heads"]
+        each = np.repeat(config["ssm_multipliers"], [GATED, GATED, keys, keys, heads])
+        return (values * (config["ssm_in_multiplier"] * each)[:, None]).astype(np.float32)
+    return values * np.float32(factors.get(part, 1.0))
+
+
 GROUPS, KEY_DIM, VALUE_DIM, EACH = 1, 12, 20, 3
 
 
@@ -154,17 +197,32 @@ def _of_qkvz(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
     yield name.replace("qkvz", "z"), parts[3]
 
 
+def _older(values: Numbers, target: str, arch: str, config: Mapping[str, Any]) -> Numbers:
+    """GPT-NeoX's heads in turn become all queries, keys and values; GPT-2's weights are turned."""
+    if arch == "gptneox" and "attn_qkv" in target:
+        parts = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        return parts.swapaxes(0, 1).reshape(values.shape)
+    turned = arch == "gpt2" and values.ndim == 2 and target.startswith("blk.")
+    return np.ascontiguousarray(values.T) if turned else values
+
+
 def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any]) -> Numbers:
     if arch in PAIRED and (".attn_q." in target or ".attn_k." in target):
         heads = config["num_attention_heads" if ".attn_q." in target else "num_key_value_heads"]
         return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
     if target.endswith("ssm_a"):
         values = -np.exp(values)
+    if target.endswith(("ssm_a", "ssm_d")) and arch not in SHIFTED:
+        return values[:, None]
+    if "ssm_norm" in target and arch not in SHIFTED:
+        return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
+    if arch == "falcon-h1":
+        values = multiplied(values, target, config)
     if ".conv" in target or "_conv1d" in target:
         values = values.squeeze(1) if values.ndim == 3 else values
     if arch in SHIFTED and target.endswith("norm.weight") and "ssm_norm" not in target:
         return values + np.float32(1)
-    return _tiled(values, target, config) if arch in TILED else values
+    return _tiled(values, target, config) if arch in TILED else _older(values, target, arch, config)
 
 
 def _tiled(values: Numbers, target: str, config: Mapping[str, Any]) -> Numbers:

@@ -316,12 +316,12 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
-    writer = gguf.GGUFWriter(str(path), "gpt2")
+    writer = gguf.GGUFWriter(str(path), "bloom")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"general\.architecture = 'gpt2' is not supported; .*llama"):
+    with pytest.raises(ConfigError, match=r"general\.architecture = 'bloom' is not supported; .*llama"):
         read_spec(path)
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"other\.gguf is not a whole GGUF.*copy or download"):

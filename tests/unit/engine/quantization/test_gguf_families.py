@@ -37,6 +37,26 @@ GRANITE = {
 }
 DELTA = {"ssm.inner_size": 80, "rope.dimension_count": 4}
 SPARSE = {"expert_count": 6, "expert_shared_feed_forward_length": 24}
+LATENT = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 10,
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 16,
+    "rope.dimension_count": 8,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+}
+MAMBA = {
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 96,
+    "ssm.state_size": 20,
+    "ssm.time_step_rank": 8,
+}
+HYBRID = GRANITE | MAMBA | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
 # Case of the families' tests to its architecture there, and what it says besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", YARN | {"expert_count": 4, "expert_feed_forward_length": 88}),
@@ -75,6 +95,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"expert_weights_scale": 2.5, "attention.sliding_window_pattern": [True, False, True, False]},
     ),
     "jais2": ("jais2", {}),
+    "deepseek-v3": (
+        "deepseek2",
+        LATENT
+        | {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 2}
+        | {"expert_weights_scale": 2.5, "expert_weights_norm": True},
+    ),
+    "deepseek-v2": ("deepseek2", LATENT | {"expert_count": 8}),
+    "glm4-moe-lite": (
+        "deepseek2",
+        LATENT
+        | {"expert_count": 6, "expert_weights_scale": 1.8, "expert_weights_norm": True}
+        | {"expert_gating_func": 2},
+    ),
+    "granite-4": ("granitehybrid", HYBRID | {"expert_count": 0, "feed_forward_length": 40}),
+    "granite-4-moe": (
+        "granitehybrid",
+        HYBRID | {"expert_count": 4, "expert_shared_feed_forward_length": 24},
+    ),
+    "falcon-h1": ("falcon-h1", MAMBA),
+    "gpt-neox": ("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": True}),
+    "gpt-neox-serial": ("gptneox", {"rope.dimension_count": 6, "use_parallel_residual": False}),
+    "nemotron-h-moe": (
+        "nemotron_h_moe",
+        MAMBA
+        | {"ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4, "expert_count": 6}
+        | {"attention.head_count_kv": [0, 0, 2, 0, 0], "feed_forward_length": [0, 20, 0, 20, 0]}
+        | {"attention.layer_norm_epsilon": 1e-5, "expert_shared_feed_forward_length": 28, "block_count": 5}
+        | {"expert_weights_norm": True, "expert_weights_scale": 1.5},
+    ),
+    "gpt2": (
+        "gpt2",
+        {"context_length": 256, "embedding_length": 48, "block_count": 2, "feed_forward_length": 192}
+        | {"attention.head_count": 4, "attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5},
+    ),
     "stablelm": ("stablelm", {"rope.dimension_count": 6}),
     "hunyuan-moe": (
         "hunyuan-moe",
@@ -85,9 +139,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"expert_count": 6, "expert_feed_forward_length": 88, "rope.dimension_count": 8},
     ),
 }
-BESIDE = {
-    name: {"shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5} for name in ("lfm2", "lfm2moe")
-}
+CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5}
+BESIDE = {"lfm2": CONVOLUTIONS, "lfm2moe": CONVOLUTIONS}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -122,7 +122,9 @@ def assert_equals(
         probe = SamplingParams(temperature=0.0, max_tokens=64, prompt_logprobs=199)
         (job,) = Driver(runner).run([Job(prompt, num_tokens=8, sampling=probe, chunk=13)])
         model = runner.model.model if native == "required" else runner.model
-        linear = next(layer.attention.qkv for layer in model.layers if hasattr(layer.attention, "qkv"))
+        mixers = [getattr(layer.attention, "attention", layer.attention) for layer in model.layers]
+        mixers = [each for each in mixers if each is not None]
+        linear = next((each.qkv for each in mixers if hasattr(each, "qkv")), mixers[0].output)
         if native == "required":
             kinds = [part.struct.format for part in linear.packed_parts]
         else:
