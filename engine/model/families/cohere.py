@@ -10,6 +10,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import (
+    NORM_EPS_KEY,
     attention_biases,
     decoder_spec,
     family,
@@ -73,8 +74,8 @@ def read_experts(config: ConfigReader) -> ModelSpec:
     ]
     size, dense = config.count("intermediate_size"), config.optional_integer("prefix_dense_intermediate_size")
     fields = _shared(config)
-    if config.optional_number("rms_norm_eps") is not None:
-        fields |= {"norm": "rms", "norm_eps": config.number("rms_norm_eps")}
+    if config.optional_number(NORM_EPS_KEY) is not None:
+        fields |= {"norm": "rms", "norm_eps": config.number(NORM_EPS_KEY)}
     return decoder_spec(
         config,
         **fields,

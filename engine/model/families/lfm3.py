@@ -5,7 +5,7 @@ rotation is another one.
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec, family, ropes_by_kind
+from engine.model.families.base import NORM_EPS_KEY, decoder_spec, family, ropes_by_kind
 from engine.model.families.lfm2 import NAMES, convolutions
 from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 
@@ -37,7 +37,7 @@ def read(config: ConfigReader) -> ModelSpec:
     is_sandwich = config.flag("use_sandwich_norm", True)
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
     return decoder_spec(
-        _with(config, rms_norm_eps=config.number("norm_eps", 1e-5)),
+        _with(config, **{NORM_EPS_KEY: config.number("norm_eps", 1e-5)}),
         **ropes_by_kind(ropes, head_dim, windows, thetas=(1_000_000.0, 1_000_000.0)),
         head_dim=head_dim,
         tied_embeddings=config.flag("tie_word_embeddings", True),

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import attention_biases, decoder_spec, family, head_size, layer_norms
+from engine.model.families.base import (
+    NORM_EPS_KEY,
+    attention_biases,
+    decoder_spec,
+    family,
+    head_size,
+    layer_norms,
+)
 from engine.model.spec import ExpertSpec, ModelSpec
 
 
@@ -23,7 +30,7 @@ def read(config: ConfigReader) -> ModelSpec:
     )
     return decoder_spec(
         config,
-        **layer_norms(config, "rms_norm_eps"),
+        **layer_norms(config, NORM_EPS_KEY),
         **attention_biases(config),
         ropes=(config.rope(head_size(config), default_theta=1_000_000.0),),
         windows=(config.optional_integer("sliding_window"),) * num_layers,
