@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from engine.adapters.version import CONFIG, WEIGHTS, AdapterError, Stamp, stamp_of, version_of
 from engine.model.checkpoint import StoredTensor, read_stored
 from engine.model.records import LinearCut
-from kernels.adapters.low_rank import Change
+from kernels.adapters.low_rank import LowRankChange
 from runtime.errors import ConfigError
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")
@@ -156,7 +156,7 @@ class AdapterFile:
     # Size and time of the files when this version was read.
     stamp: Stamp
 
-    def change_of(self, module: str, cut: LinearCut | None = None) -> Change | None:
+    def change_of(self, module: str, cut: LinearCut | None = None) -> LowRankChange | None:
         """Reads what the adapter changes in a module, or in a rank's part of it; None where it leaves it
         alone. Raises AdapterError.
         """
@@ -185,7 +185,7 @@ class AdapterFile:
                 f"{self.folder / WEIGHTS}: {module}.lora_A.weight and lora_B.weight multiply to numbers that "
                 "are not finite; train the adapter again"
             )
-        return Change(down=down, up=up)
+        return LowRankChange(down=down, up=up)
 
     def _read(self, tensor: StoredTensor, rows: slice, columns: slice) -> NDArray[np.float32]:
         """Those rows and columns of a tensor: no others are read."""

@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.adapters.peft import AdapterFile, Module, check_adapter
 from engine.adapters.version import AdapterError
 from engine.model.records import Linear, ModelRecord
-from kernels.adapters.low_rank import Change
+from kernels.adapters.low_rank import LowRankChange
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Changes(Protocol):
     """What the adapters of all slots add to one linear layer."""
 
-    def put(self, slot: int, parts: Sequence[Change | None]) -> None:
+    def put(self, slot: int, parts: Sequence[LowRankChange | None]) -> None:
         """Puts an adapter in a slot; None where it leaves a part alone."""
 
 

@@ -38,7 +38,7 @@ class Given(Protocol):
         """A whole number of the architecture's metadata. Raises CheckpointError."""
 
 
-class StoredChange(msgspec.Struct, frozen=True, kw_only=True):
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """What is undone, in this order; None is nothing."""
 
     # Where each row lies.
@@ -64,30 +64,30 @@ class StoredChange(msgspec.Struct, frozen=True, kw_only=True):
         return rows[part] if self.rows is None else rows[self.rows[part]]
 
 
-UNCHANGED = StoredChange()
+UNCHANGED = Change()
 
 
-def change_of(file: Given, tensor: Any, name: str) -> StoredChange:
+def change_of(file: Given, tensor: Any, name: str) -> Change:
     """What is undone in a tensor that its layer calls `name`. Raises CheckpointError."""
     stem, _, suffix = name.rpartition(".")
     arch, shape = file.architecture, tuple(int(size) for size in reversed(tensor.shape))
     if arch in _PAIRED and stem in ("attn_q", "attn_k"):
         return _paired(file, tensor.name, stem, shape[0])
     if arch in _SHIFTED and stem.endswith("norm") and suffix == "weight" and stem not in _UNSHIFTED:
-        return StoredChange(values=_less_one)
+        return Change(values=_less_one)
     if stem in ("ssm_conv1d", "shortconv.conv") and suffix == "weight":
         rows = _tiled_channels(file, shape[0]) if arch in _TILED else None
-        return StoredChange(rows=rows, shape=(shape[0], 1, *shape[1:]))
+        return Change(rows=rows, shape=(shape[0], 1, *shape[1:]))
     if name in ("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_dt.bias"):
         size = int(np.prod(shape))
         rows = _tiled(file, size, 1) if arch in _TILED and name in ("ssm_a", "ssm_dt.bias") else None
-        return StoredChange(rows=rows, shape=(size,), values=_log if name == "ssm_a" else None)
+        return Change(rows=rows, shape=(size,), values=_log if name == "ssm_a" else None)
     if arch in _TILED:
         return _tiled_change(file, stem, shape)
     return UNCHANGED
 
 
-def split_of(file: Given, tensor: Any, name: str) -> list[tuple[str, StoredChange]]:
+def split_of(file: Given, tensor: Any, name: str) -> list[tuple[str, Change]]:
     """Names, in their layer, of tensors that are one in the file, and how each is read; none for others."""
     if name != "ssm_ba.weight":
         return []
@@ -102,7 +102,7 @@ def split_of(file: Given, tensor: Any, name: str) -> list[tuple[str, StoredChang
     found = np.arange(rows).reshape(groups, 2, heads // groups)
     size = (heads, int(tensor.shape[0]))
     parts = (("state.in_proj_b.weight", 0), ("state.in_proj_a.weight", 1))
-    return [(part, StoredChange(rows=found[:, index].ravel(), shape=size)) for part, index in parts]
+    return [(part, Change(rows=found[:, index].ravel(), shape=size)) for part, index in parts]
 
 
 def joined(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
@@ -111,7 +111,7 @@ def joined(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(rows.reshape(-1, rows.shape[2]), dtype=np.float32)
 
 
-def _paired(file: Given, tensor: str, stem: str, num_rows: int) -> StoredChange:
+def _paired(file: Given, tensor: str, stem: str, num_rows: int) -> Change:
     """Rows of each head from (0, half, 1, half + 1, ...) back to 0, 1, 2, ..."""
     count = "head_count" if stem == "attn_q" else "head_count_kv"
     prefix = f"{file.architecture}.attention"
@@ -127,18 +127,18 @@ def _paired(file: Given, tensor: str, stem: str, num_rows: int) -> StoredChange:
             f"{file.path}: {prefix}.{count} = {given} does not divide the {num_rows} rows of {tensor} into "
             "heads"
         )
-    return StoredChange(rows=np.arange(num_rows).reshape(given, -1, 2).swapaxes(1, 2).ravel())
+    return Change(rows=np.arange(num_rows).reshape(given, -1, 2).swapaxes(1, 2).ravel())
 
 
-def _tiled_change(file: Given, stem: str, shape: tuple[int, ...]) -> StoredChange:
+def _tiled_change(file: Given, stem: str, shape: tuple[int, ...]) -> Change:
     if stem == "attn_qkv":
-        return StoredChange(rows=_tiled_channels(file, shape[0]))
+        return Change(rows=_tiled_channels(file, shape[0]))
     if stem in ("attn_gate", "ssm_alpha", "ssm_beta"):
-        return StoredChange(rows=_tiled(file, shape[0], shape[0] // file.number("ssm.time_step_rank")))
+        return Change(rows=_tiled(file, shape[0], shape[0] // file.number("ssm.time_step_rank")))
     if stem == "ssm_out":
         # Of packed blocks no columns can be moved.
         size = shape[1] // file.number("ssm.time_step_rank")
-        return StoredChange(columns=_tiled(file, shape[1], size), kind="F32")
+        return Change(columns=_tiled(file, shape[1], size), kind="F32")
     return UNCHANGED
 
 

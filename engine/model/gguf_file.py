@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.gguf_parts import part_names
-from engine.model.gguf_changes import UNCHANGED, StoredChange, change_of, joined, split_of
+from engine.model.gguf_changes import UNCHANGED, Change, change_of, joined, split_of
 from engine.model.gguf_names import GLOBAL_NAMES, HALVES, LAYER_NAMES, NAMES
 from engine.model.shards import TensorPart
 from engine.model.spec import CheckpointError, TensorHeader
@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct, frozen=True):
     tensor: Any
     expert: int | None
     # What is undone when it is read.
-    change: StoredChange
+    change: Change
     # A second tensor of values, which is joined to this one of keys.
     values: Any = None
 
@@ -210,7 +210,7 @@ class GgufFile:
                 continue
             keys, values = (part.tensor for part in parts if part is not None)
             (nope, rank, heads), width = map(int, keys.shape), int(values.shape[1])
-            change = StoredChange(shape=(heads * (nope + width), rank), kind="F32")
+            change = Change(shape=(heads * (nope + width), rank), kind="F32")
             name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
             self._entries[name] = _Entry(keys, None, change, values)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Change:
+class LowRankChange:
     """x becomes x W^T + (x down^T) up^T; the adapter's scale is in `up`."""
 
     down: NDArray[np.float32]  # [rank, inputs]

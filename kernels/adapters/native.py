@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.adapters.low_rank import Change
+from kernels.adapters.low_rank import LowRankChange
 from kernels.host import address_of, empty
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
@@ -41,7 +41,7 @@ class NativeChanges:
         """P * W."""
         return len(self.sizes) * self.width
 
-    def put(self, slot: int, parts: Sequence[Change | None]) -> None:
+    def put(self, slot: int, parts: Sequence[LowRankChange | None]) -> None:
         """Puts an adapter in a slot; None where it leaves a part alone."""
         self.ranks[slot] = 0
         for index, change in enumerate(parts):

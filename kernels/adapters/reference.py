@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.adapters.low_rank import Change
+from kernels.adapters.low_rank import LowRankChange
 from kernels.adapters.rows import NO_ADAPTER
 
 # Rows are multiplied so many at a time, always: their bits do not depend on how many there are.
@@ -46,7 +46,7 @@ class TorchChanges:
         """S."""
         return int(self.down.shape[0])
 
-    def put(self, slot: int, parts: Sequence[Change | None]) -> None:
+    def put(self, slot: int, parts: Sequence[LowRankChange | None]) -> None:
         """Puts an adapter in a slot; None where it leaves a part alone."""
         down = torch.zeros(self.down.shape[1:])
         up = torch.zeros(self.up.shape[1:])

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.adapters.low_rank import Change
+from kernels.adapters.low_rank import LowRankChange
 from kernels.adapters.rows import NO_ADAPTER
 
 # Inputs, outputs of the parts, ranks of each slot's parts (0 is left alone).
@@ -22,17 +22,17 @@ SHAPES = {
 class Slots(Protocol):
     """A back end's changes of one layer."""
 
-    def put(self, slot: int, parts: Sequence[Change | None]) -> None: ...
+    def put(self, slot: int, parts: Sequence[LowRankChange | None]) -> None: ...
 
 
-def fill(slots: Slots, name: str) -> list[list[Change | None]]:
+def fill(slots: Slots, name: str) -> list[list[LowRankChange | None]]:
     """Draws adapters into all slots, in their order."""
     inputs, sizes, ranks = SHAPES[name]
     random = np.random.default_rng(7)
-    drawn: list[list[Change | None]] = []
+    drawn: list[list[LowRankChange | None]] = []
     for slot, of_parts in enumerate(ranks):
-        parts: list[Change | None] = [
-            Change(
+        parts: list[LowRankChange | None] = [
+            LowRankChange(
                 down=random.standard_normal((rank, inputs)).astype(np.float32),
                 up=random.standard_normal((size, rank)).astype(np.float32),
             )
@@ -46,7 +46,10 @@ def fill(slots: Slots, name: str) -> list[list[Change | None]]:
 
 
 def expected(
-    drawn: list[list[Change | None]], x: NDArray[np.float32], out: NDArray[np.float32], slots: Sequence[int]
+    drawn: list[list[LowRankChange | None]],
+    x: NDArray[np.float32],
+    out: NDArray[np.float32],
+    slots: Sequence[int],
 ) -> NDArray[np.float64]:
     """out [T, N] with what the adapters of x [T, K] add, in float64."""
     total = out.astype(np.float64)
@@ -60,7 +63,7 @@ def expected(
     return total
 
 
-def sizes_of(drawn: list[list[Change | None]]) -> tuple[int, ...]:
+def sizes_of(drawn: list[list[LowRankChange | None]]) -> tuple[int, ...]:
     """Outputs of the parts."""
     return next(
         sizes
