@@ -98,11 +98,15 @@ def layer_norms(config: ConfigReader, key: str = "layer_norm_eps", *, bias: bool
 
 def some_rotate(rope: RopeSpec, rotates: Sequence[bool]) -> dict[str, Any]:
     """Layers of which some do not turn queries and keys."""
-    still = msgspec.structs.replace(rope, kind="default", rotary_dim=0, parameters={})
     return {
-        "ropes": (rope,) if all(rotates) else (rope, still),
+        "ropes": (rope,) if all(rotates) else (rope, unturned(rope)),
         "rope_of_layer": tuple(0 if turns else 1 for turns in rotates),
     }
+
+
+def unturned(rope: RopeSpec) -> RopeSpec:
+    """Of layers that do not turn queries and keys, in a model whose others do so."""
+    return msgspec.structs.replace(rope, kind="default", rotary_dim=0, parameters={})
 
 
 def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:

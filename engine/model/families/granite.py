@@ -18,6 +18,7 @@ from engine.model.families.base import (
     head_size,
     mixed_layers,
     some_rotate,
+    unturned,
     windows_of,
 )
 from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, TensorNames
@@ -116,11 +117,10 @@ def _sliding(config: ConfigReader) -> dict[str, Any]:
         raise CheckpointError(
             f"{config.source}: layer_rope_theta must list the bases of {num_layers} layers, got {thetas!r}"
         )
-    still = msgspec.structs.replace(rope, kind="default", rotary_dim=0, parameters={})
     kinds = list(dict.fromkeys(thetas))
     return {
         "ropes": tuple(
-            msgspec.structs.replace(rope, theta=float(theta)) if theta else still for theta in kinds
+            msgspec.structs.replace(rope, theta=float(theta)) if theta else unturned(rope) for theta in kinds
         ),
         "rope_of_layer": tuple(map(kinds.index, thetas)),
         "windows": windows_of(

@@ -110,27 +110,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_5_vl",
         {
             "text_config": {"rope_parameters": MROPE},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "intermediate_size": 24,
-                "out_hidden_size": 48,
-            },
+            "vision_config": DEEP,
         },
     ),
     "qwen3-vl": (
         "qwen3_vl",
         {
             "text_config": {"rope_parameters": MROPE, "head_dim": 12},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "intermediate_size": 24,
-                "out_hidden_size": 48,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": DEEP | {"deepstack_visual_indexes": [0]},
         },
     ),
     "qwen3-vl-moe": (
@@ -143,14 +130,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 20,
             },
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "intermediate_size": 24,
-                "out_hidden_size": 48,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": DEEP | {"deepstack_visual_indexes": [0]},
         },
     ),
     "smolvlm": (
