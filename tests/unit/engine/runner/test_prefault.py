@@ -99,12 +99,14 @@ def test_blocks_without_memory_are_not_asked_for() -> None:
 def test_memory_is_there_before_anybody_writes() -> None:
     (part,) = tensors(1)
     per_block = part[0].nbytes // mmap.PAGESIZE
-    with prefault([part], 1000) as made:
-        until(lambda: made.num_blocks == 1000 or not made._thread.is_alive())
+    # Fewer than half, because a huge page brings memory behind the last block along.
+    num_ahead = NUM_BLOCKS // 2 - 100
+    with prefault([part], num_ahead) as made:
+        until(lambda: made.num_blocks == num_ahead or not made._thread.is_alive())
         if not made.num_blocks:
             pytest.skip("this kernel gives memory only when it is written")
         resident = num_resident(part)
-        assert 999 * per_block <= resident < NUM_BLOCKS * per_block
+        assert (num_ahead - 1) * per_block <= resident < NUM_BLOCKS * per_block
 
 
 def test_a_system_that_does_not_know_how_is_asked_once() -> None:
