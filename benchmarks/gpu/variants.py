@@ -31,7 +31,7 @@ from kernels.linear.triton_scaled import quantize_rows
 from kernels.norm.triton_norm import rms_norm
 from kernels.paged_cache.store import allocate_layer
 from kernels.paged_cache.triton_blocks import move_blocks
-from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights, SelectiveInputs
 from kernels.recurrent.rows import StateRows
 from kernels.recurrent.triton_recurrent import TritonRecurrent
 from kernels.rope.triton_rope import rope_and_store
@@ -266,6 +266,7 @@ def _paged_cache() -> Iterator[tuple[str, Callable[[], object]]]:
 # Name, heads of values and of keys, sizes of a key and of a value, channels of the convolution.
 RECURRENCES = (
     ("delta rule, Qwen3-Next", 32, 16, 128, 128, 8192),
+    ("delta rule by channel, Kimi Linear", 32, 32, 128, 128, 12288),
     ("Mamba 2, Granite 4", 128, 1, 128, 64, 8448),
 )
 
@@ -277,16 +278,17 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
     step = backend.place(states, np.array([0, 1, rows]), np.array([8, rows - 1]), rows, META)
     make = partial(torch.empty, device=META)
     for name, heads, groups, keys, values, channels in RECURRENCES:
-        is_delta = name.startswith("delta")
+        is_delta, by_channel = name.startswith("delta"), "channel" in name
         mixed, gate = make(rows, channels), make(rows, heads * values)
         inputs = ScanInputs(
             queries=mixed[:, : groups * keys].view(rows, groups, keys),
             keys=mixed[:, : groups * keys].view(rows, groups, keys),
             values=mixed[:, : heads * values].view(rows, heads, values),
-            decays=gate[:, :heads],
+            decays=gate[:, : heads * keys].view(rows, heads, keys) if by_channel else gate[:, :heads],
             gains=gate[:, heads : 2 * heads] if is_delta else None,
         )
-        weights = ScanWeights(rate=make(heads), bias=make(heads), skip=None if is_delta else make(heads))
+        shift = make(heads, keys) if by_channel else make(heads)
+        weights = ScanWeights(rate=make(heads), bias=shift, skip=None if is_delta else make(heads))
         convolve = partial(backend.short_convolution, activates=True)
         bias = None if is_delta else make(channels)
         yield (
@@ -304,6 +306,12 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "recurrent units", partial(backend.rg_lru, x, gates, known, make(4, heads, 1, size), step)
     gated = partial(backend.gated_norm, x, x, None, 0.0, size=heads * size, gate_first=False)
     yield "gate, recurrent units", partial(gated, kind="gelu_tanh")
+    # Jamba Reasoning 3B.
+    keys, channels = 16, 5120
+    sizes = (channels, channels, keys, keys)
+    selected = SelectiveInputs(*(make(rows, size) for size in sizes))
+    scan = partial(backend.selective_scan, selected, make(keys, channels), make(channels))
+    yield "selective scan", partial(scan, make(4, 1, keys, channels), step)
 
 
 def _rope() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -62,6 +62,8 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
         yield inputs, [spec.num_heads * (latent.nope_dim + latent.rope_dim)]
         yield hidden, [latent.kv_rank + latent.rope_dim]
         yield spec.num_heads * latent.value_dim, [hidden]
+        if spec.attention_gate == "one_per_head":
+            yield hidden, [spec.num_heads]
         indexer = latent.indexer_of(index)
         if indexer is not None:
             yield latent.query_rank, [indexer.num_heads * indexer.head_dim]
@@ -87,10 +89,18 @@ def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
         yield hidden, [hidden]
         return
     values, heads = state.num_heads * state.value_dim, state.num_heads
-    if state.kind == "rg_lru":
-        yield hidden, [values, values]
+    if state.kind == "selective":
+        yield values, [state.low_rank + 2 * state.key_dim]
+        yield state.low_rank, [values]
+    if state.kind in ("rg_lru", "selective"):
+        yield hidden, [2 * values] if state.kind == "selective" else [values, values]
     elif state.kind == "mamba2":
         yield hidden, [values + state.channels + heads]
     elif state.layout != "by_group":
-        yield hidden, [state.channels, values, heads, heads]
+        rank, keys = state.low_rank, state.num_groups * state.key_dim
+        channels = [keys, keys, values] if state.layout == "apart" else [state.channels]
+        yield hidden, [*channels, rank or values, heads, rank or state.num_decays]
+        if rank:
+            yield rank, [values]
+            yield rank, [state.num_decays]
     yield values, [hidden]

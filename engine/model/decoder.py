@@ -43,12 +43,10 @@ from engine.model.records import (
     ModelRecord,
     Norm,
     Recurrence,
-    RecurrentUnit,
-    ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import NEVER_DRAWN, ModelSpec
-from engine.model.state_layers import convolve, read_state, recur, recur_units
+from engine.model.state_layers import STATE_MIXES, read_state, recur
 from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
@@ -82,6 +80,9 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
         after = (after[0], "post_feedforward_layernorm")
     if not (index or spec.first_norm):
         before = ("", before[1])
+    if placement == "sum" and spec.final_norm and index + 1 == spec.num_layers:
+        # That takes the place of the layer's own.
+        after = (after[0], "")
 
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
@@ -130,7 +131,7 @@ def _read_mixer(weights: WeightReader, prefix: str, spec: ModelSpec, index: int)
         attention = read(weights, f"{prefix}.self_attn", spec, index)
     if spec.state is None or index not in spec.state.layers:
         return attention
-    state = read_state(weights, f"{prefix}.state", spec)
+    state = read_state(weights, f"{prefix}.state", spec, index)
     if isinstance(attention, Attention) and isinstance(state, Recurrence):
         return JointMixer(attention=attention, recurrence=state)
     return state
@@ -140,15 +141,11 @@ def mix(mixer: Mixer, x: Any, cache: Any, step: StepContext) -> Tensor:
     """x [T, E] -> [T, E] by attention, or what is there in its place; writes what later tokens need."""
     if isinstance(mixer, LatentAttention):
         return attend_latents(mixer, x, cache, step)
-    if isinstance(mixer, ShortConvolution):
-        return convolve(mixer, x, cache, step)
-    if isinstance(mixer, Recurrence):
-        return recur(mixer, x, cache, step)
-    if isinstance(mixer, RecurrentUnit):
-        return recur_units(mixer, x, cache, step)
     if isinstance(mixer, JointMixer):
         return recur(mixer.recurrence, x, cache.state, step) + attend(mixer.attention, x, cache.keys, step)
-    return attend(mixer, x, cache, step)
+    if isinstance(mixer, Attention):
+        return attend(mixer, x, cache, step)
+    return STATE_MIXES[type(mixer)](mixer, x, cache, step)
 
 
 def advance(
@@ -203,11 +200,13 @@ def _feed(
 def _advance_sums(layer: Layer, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
     """A layer whose norms take the place of the stream."""
     attention, feed_forward = layer.attention, layer.feed_forward
-    assert isinstance(attention, Attention), "an encoder's"
-    assert isinstance(feed_forward, FeedForward), "an encoder's"
-    after = [norm for norm in layer.after if norm is not None]
-    x = normed(after[0], x + attend(attention, x, cache, step), step.kernels)
-    return normed(after[1], x + feed(feed_forward, x, step.kernels, step.adapters), step.kernels)
+    (first, second), kernels = layer.after, step.kernels
+    assert attention is not None, "both halves are there"
+    assert feed_forward is not None, "as above"
+    assert first is not None, "the second alone may be the model's last"
+    x = normed(first, x + mix(attention, x, cache, step), kernels)
+    x = x + _feed(feed_forward, x, x, step)
+    return x if second is None else normed(second, x, kernels)
 
 
 def _enter(

@@ -21,6 +21,8 @@ LATER_ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
     "jais2": "Jais2ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
@@ -187,6 +189,11 @@ def _delta(file: GgufFile, values: Values) -> None:
         ]
 
 
+def _state_biases(file: GgufFile, values: Values) -> None:
+    for key, end in (("mamba_conv_bias", "conv1d.bias"), ("mamba_proj_bias", "in_proj.bias")):
+        values[key] = any(name.endswith(f".state.{end}") for name in file.headers)
+
+
 def _mamba2(file: GgufFile, values: Values) -> None:
     """Sizes of Mamba 2 under the names that Bamba and those after it have."""
     size, hidden = file.number("ssm.inner_size"), values["hidden_size"]
@@ -196,8 +203,18 @@ def _mamba2(file: GgufFile, values: Values) -> None:
     values["mamba_d_conv"] = file.number("ssm.conv_kernel")
     values["mamba_d_head"], values["mamba_d_ssm"] = size // heads, size
     values["mamba_expand"] = size // hidden
-    for key, end in (("mamba_conv_bias", "conv1d.bias"), ("mamba_proj_bias", "in_proj.bias")):
-        values[key] = any(name.endswith(f".state.{end}") for name in file.headers)
+    _state_biases(file, values)
+
+
+def _jamba(file: GgufFile, values: Values) -> None:
+    layer_kinds(file, values, "mamba")
+    routers = [f"model.layers.{layer}.mlp.gate.weight" in file.headers for layer in range(file.num_layers)]
+    values["mlp_layer_types"] = ["sparse" if has else "dense" for has in routers]
+    values["mamba_d_state"] = file.number("ssm.state_size")
+    values["mamba_d_conv"] = file.number("ssm.conv_kernel")
+    values["mamba_dt_rank"] = file.number("ssm.time_step_rank")
+    values["mamba_expand"] = file.number("ssm.inner_size") // values["hidden_size"]
+    _state_biases(file, values)
 
 
 def _granite_hybrid(file: GgufFile, values: Values) -> None:
@@ -300,6 +317,21 @@ def _deepseek2(file: GgufFile, values: Values) -> None:
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * magnitude
 
 
+def _kimi_linear(file: GgufFile, values: Values) -> None:
+    """Layers that attend have latents. How many heads the others have is nowhere stated."""
+    layers = range(file.num_layers)
+    attends = [
+        f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" in file.headers for layer in layers
+    ]
+    values["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
+    _deepseek2(file, values)
+    head_dim = values["linear_head_dim"] = file.number("kda.head_dim")
+    values["linear_conv_kernel_dim"] = file.number("ssm.conv_kernel")
+    if False in attends:
+        (channels,) = file.header(f"model.layers.{attends.index(False)}.state.dt_bias").shape
+        values["linear_num_heads"] = channels // head_dim
+
+
 def _uncorrected(file: GgufFile, values: Values) -> None:
     """As DeepSeek-V2 chooses experts."""
     if file.number("expert_gating_func", 1) != 1:
@@ -335,6 +367,8 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
     "jais2": _jais2,
+    "jamba": _jamba,
+    "kimi-linear": _kimi_linear,
     "minimax-m2": _minimax,
     "mistral3": _mistral3,
     "qwen3vlmoe": _normalized,

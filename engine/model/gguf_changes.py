@@ -75,13 +75,15 @@ def change_of(file: Given, tensor: Any, name: str) -> Change:
         return _paired(file, tensor.name, stem, shape[0])
     if arch in _SHIFTED and stem.endswith("norm") and suffix == "weight" and stem not in _UNSHIFTED:
         return Change(values=_less_one)
-    if stem in ("ssm_conv1d", "shortconv.conv") and suffix == "weight":
+    if stem.startswith(("ssm_conv1d", "shortconv.conv")) and suffix == "weight":
         rows = _tiled_channels(file, shape[0]) if arch in _TILED else None
-        return Change(rows=rows, shape=(shape[0], 1, *shape[1:]))
+        return Change(rows=rows, shape=(int(np.prod(shape[:-1])), 1, shape[-1]))
     if name in ("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_dt.bias"):
         size = int(np.prod(shape))
         rows = _tiled(file, size, 1) if arch in _TILED and name in ("ssm_a", "ssm_dt.bias") else None
-        return Change(rows=rows, shape=(size,), values=_log if name == "ssm_a" else None)
+        # Mamba has decays by channel and key.
+        kept = shape if arch == "jamba" else (size,)
+        return Change(rows=rows, shape=kept, values=_log if name == "ssm_a" else None)
     if arch in _TILED:
         return _tiled_change(file, stem, shape)
     return UNCHANGED

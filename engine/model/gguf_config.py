@@ -86,7 +86,9 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_posit
 # Those whose layers have sizes and rotations of their own, which are read by the architecture.
 _MAY_DIFFER = frozenset({"gemma3n", "gemma4"})
 # Those whose layers may have no keys, since they do not attend.
-_MIXED = frozenset({"granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+_MIXED = frozenset(
+    {"granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"}
+)
 # Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from checkpoint.gguf_parts import part_names
 from engine.model.gguf_changes import UNCHANGED, Change, change_of, joined, split_of
-from engine.model.gguf_names import GLOBAL_NAMES, HALVES, LAYER_NAMES, NAMES
+from engine.model.gguf_names import GLOBAL_NAMES, HALVES, LAYER_NAMES, NAMES, SAME_NAMES
 from engine.model.shards import TensorPart
 from engine.model.spec import CheckpointError, TensorHeader
 
@@ -87,6 +87,8 @@ class GgufFile:
         self._join_latents()
         if self.architecture in HALVES:
             self._name_halves()
+        if self.architecture in SAME_NAMES:
+            self._name_states()
         if self.num_left:
             _log.warning("%s: %d tensors of layers that predict are not served", path, self.num_left)
         self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
@@ -201,6 +203,16 @@ class GgufFile:
                 norm = self._entries.pop(f"{prefix}.input_layernorm.weight", None)
                 if norm is not None:
                     self._entries[f"{prefix}.post_attention_layernorm.weight"] = norm
+
+    def _name_states(self) -> None:
+        """Products of layers with a state that are called as those of attention."""
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}"
+            if f"{prefix}.state.A_log" in self._entries:
+                for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
+                    product = self._entries.pop(f"{prefix}.self_attn.{theirs}_proj.weight", None)
+                    if product is not None:
+                        self._entries[f"{prefix}.state.{ours}_proj.weight"] = product
 
     def _join_latents(self) -> None:
         """Keys and values of latent attention, which lie apart and are one weight to layers."""

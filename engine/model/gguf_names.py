@@ -101,6 +101,22 @@ _DELTA = _LATER | {
     "ssm_beta": "state.in_proj_b",
     "ssm_alpha": "state.in_proj_a",
 }
+_JAMBA = {
+    "ssm_x": "state.x_proj",
+    "ssm_dt": "state.dt_proj",
+    "ssm_dt.bias": "state.dt_proj.bias",
+    **{f"ssm_{part}_norm": f"state.{part}_layernorm" for part in ("dt", "b", "c")},
+}
+_KIMI = {
+    **{f"ssm_conv1d_{part}": f"state.{part}_conv1d" for part in "qkv"},
+    "ssm_beta": "state.b_proj",
+    "ssm_f_a": "state.a_proj",
+    "ssm_f_b": "state.a_up_proj",
+    "ssm_g_a": "state.g_proj",
+    "ssm_g_b": "state.g_up_proj",
+}
+# Layers with a state call what they project as attention does.
+SAME_NAMES = frozenset({"kimi-linear"})
 # Layers are half layers, of which those that feed forward are told from the others by their tensors.
 HALVES = frozenset({"nemotron_h", "nemotron_h_moe"})
 _LATENT_EXPERTS = {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
@@ -121,6 +137,8 @@ NAMES: dict[str, dict[str, str]] = {
     "seed_oss": _LATER,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _LATENT_EXPERTS),
     "glm4moe": _LATER,
+    "jamba": _JAMBA,
+    "kimi-linear": _KIMI,
     "gpt-oss": _GPT_OSS,
     "minimax-m2": _MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
     "stablelm": {"attn_q_norm": "self_attn.q_norm.norms.{}", "attn_k_norm": "self_attn.k_norm.norms.{}"},

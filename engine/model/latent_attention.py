@@ -62,6 +62,9 @@ def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int
         indexer=None
         if latent.indexer_of(index) is None
         else read_indexer(weights, f"{prefix}.indexer", spec),
+        gate=None
+        if spec.attention_gate == "none"
+        else read_linear(weights, [f"{prefix}.gate_proj"], [spec.num_heads], hidden, False),
     )
 
 
@@ -99,4 +102,6 @@ def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, ste
         else backend.run_indexed(step.plan_of(cache), queries, asked, cache, attention.options)
     )  # [T, H, R]
     values = batched(mixed.transpose(0, 1), cast("Tensor", attention.value_up)).transpose(0, 1)  # [T, H, V]
+    if attention.gate is not None:
+        values = values * torch.sigmoid(multiply(attention.gate, x, step.adapters))[..., None]
     return multiply(attention.output, values.flatten(1).to(x.dtype), step.adapters)

@@ -25,13 +25,10 @@ from engine.model.records import (
     Mixer,
     ModelRecord,
     Norm,
-    Recurrence,
-    RecurrentUnit,
-    ShortConvolution,
     SparseFeedForward,
 )
 from engine.model.spec import INNER_NORM_EPS
-from engine.model.state_builder import add_convolution, add_gate, add_recurrence, add_unit
+from engine.model.state_builder import STATE_OPS, add_gate, add_head_gates
 from kernels.activation.native import KINDS, ActivationArgs
 from kernels.adapters.native import NativeChanges
 from kernels.altup.native import CutOffArgs
@@ -139,17 +136,13 @@ class ProgramBuilder:
         """Attention, or what is there in its place."""
         if isinstance(mixer, LatentAttention):
             self.latent_attention(mixer, cache, x, out, join)
-        elif isinstance(mixer, ShortConvolution):
-            add_convolution(self, mixer, cache, x, out, join)
-        elif isinstance(mixer, Recurrence):
-            add_recurrence(self, mixer, cache, x, out, join)
-        elif isinstance(mixer, RecurrentUnit):
-            add_unit(self, mixer, cache, x, out, join)
         elif isinstance(mixer, JointMixer):
             self.mix(mixer.recurrence, cache.state, x, out, join)
             self.mix(mixer.attention, cache.keys, x, out, True)
-        else:
+        elif isinstance(mixer, Attention):
             self.attention(mixer, cache, x, out, join)
+        else:
+            STATE_OPS[type(mixer)](self, mixer, cache, x, out, join)
 
     def feed(
         self,
@@ -184,9 +177,9 @@ class ProgramBuilder:
 
         if layer.of_sums:
             for compute, norm in zip((attend, feed), layer.after, strict=True):
-                assert norm is not None, "both halves have one"
                 compute(self.stream, self.stream, True)
-                self.norm_stream(norm)
+                if norm is not None:
+                    self.norm_stream(norm)
             return
         if layer.parallel:
             first = self.enter(layer.before[0])
@@ -432,8 +425,7 @@ class ProgramBuilder:
         """Queries and one latent per token, both absorbed projections, attention over the latents, output."""
         latent, heads = attention.latent, attention.num_heads
         query_size, key_size = latent.nope_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
-        q = self.buffer("q", heads * query_size)
-        down = self.buffer("down", key_size)
+        q, down = self.buffer("q", heads * query_size), self.buffer("down", key_size)
         queries = self.buffer("queries", heads * key_size)
         mixed = self.buffer("mixed", heads * latent.kv_rank)
         values = self.buffer("values", heads * latent.value_dim)
@@ -461,6 +453,7 @@ class ProgramBuilder:
         self.head_product(q, attention.key_up, queries)
         self.attend(attention, cache, 1, queries, mixed)
         self.head_product(mixed, attention.value_up, values)
+        add_head_gates(self, attention.gate, x, values)
         self.product_of_parts(attention.output, values, out, join)
 
     def _query_input(self, attention: LatentAttention, x: Floats) -> Floats:

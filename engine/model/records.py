@@ -150,6 +150,8 @@ class LatentAttention:
     rope: int
     interleaved: bool
     indexer: Indexer | None = None
+    # The sigmoids of its outputs, one for each head, multiply what heads give.
+    gate: Linear | None = None
 
     # Its input goes to two products.
     entry = None
@@ -187,7 +189,8 @@ class StatePlaces:
 @dataclass(kw_only=True)
 class Recurrence:
     """A convolution, a scan over its channels, a gated norm. Its one projection gives channels, gate, decays
-    and gains; the channels are queries, keys and values.
+    and gains; the channels are queries, keys and values. Where a further product makes gate or decays, the
+    projection gives what that takes.
     """
 
     spec: StateSpec
@@ -196,10 +199,12 @@ class Recurrence:
     weight: Values  # [W, C]
     bias: Values | None
     rate: Values  # [H], negative
-    step_bias: Values  # [H]
+    step_bias: Values  # [H], or [H, K] of decays by channel
     skip: Values | None  # [H]
     norm: Values | None
     output: Linear
+    gate_up: Linear | None = None
+    decay_up: Linear | None = None
 
     @property
     def entry(self) -> Linear:
@@ -228,6 +233,29 @@ class RecurrentUnit:
 
 
 @dataclass(kw_only=True)
+class SelectiveUnit:
+    """A convolution, a selective scan over its channels, times an activated gate. Its one projection gives
+    channels and gate; a product of the channels what makes time steps, keys and queries, each normed.
+    """
+
+    spec: StateSpec
+    inner: Linear
+    weight: Values  # [W, C]
+    bias: Values | None
+    selection: Linear
+    norms: Sequence[Values]  # of the three
+    steps: Linear
+    rate: Values  # [K, C], negative
+    skip: Values  # [C]
+    output: Linear
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.inner
+
+
+@dataclass(kw_only=True)
 class JointMixer:
     """Attention and a recurrence side by side."""
 
@@ -238,7 +266,8 @@ class JointMixer:
     entry = None
 
 
-Mixer = Attention | LatentAttention | ShortConvolution | Recurrence | RecurrentUnit | JointMixer
+StateMixer = ShortConvolution | Recurrence | RecurrentUnit | SelectiveUnit
+Mixer = Attention | LatentAttention | StateMixer | JointMixer
 
 
 @dataclass(kw_only=True)
@@ -509,9 +538,9 @@ class ModelRecord:
 
 
 _RECORDS = (
-    *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, JointMixer),
+    *(Linear, Norm, Attention, LatentAttention, ShortConvolution, Recurrence, RecurrentUnit, SelectiveUnit),
     *(FeedForward, SparseFeedForward, JoinedFeedForward, Indexer, PerLayerInput, PerLayerTable),
-    *(AltUp, StreamEnds, Layer, PooledHead, DraftHead, MedusaHeads, Predictor, ModelRecord),
+    *(JointMixer, AltUp, StreamEnds, Layer, PooledHead, DraftHead, MedusaHeads, Predictor, ModelRecord),
 )
 
 

@@ -153,16 +153,18 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that carry a state from token to token (kernels/recurrent): a short convolution alone, or in
     front of Mamba 2's scan (arXiv 2405.21060), the gated delta rule (arXiv 2412.06464) or a real-gated linear
-    recurrent unit (RG-LRU, arXiv 2402.19427).
+    recurrent unit (RG-LRU, arXiv 2402.19427), or Mamba's selective scan (arXiv 2312.00752); or linear
+    attention at fixed rates (arXiv 2401.04658), which is Mamba 2's scan with time steps of one, behind a
+    convolution of one tap.
     """
 
-    kind: Literal["convolution", "mamba2", "delta", "rg_lru"]
+    kind: Literal["convolution", "mamba2", "delta", "linear", "rg_lru", "selective"]
     layers: tuple[int, ...]
     # Inputs that a convolution takes, the token's own included, of so many channels.
     taps: int
     channels: int
-    # Heads of values, and of queries and keys that they share; none with a convolution alone. With RG-LRU
-    # those of gates, whose "values" are channels and whose "keys" are one.
+    # Heads of values, and of queries and keys that they share; none with a convolution alone, one with a
+    # selective scan. With RG-LRU those of gates, whose "values" are channels and whose "keys" are one.
     num_heads: int = 0
     num_groups: int = 0
     key_dim: int = 0
@@ -174,12 +176,26 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: Literal["by_group", "separate", "apart"] = "separate"
     # Limits of Mamba 2's time steps.
     step_limits: tuple[float, float] = (0.0, math.inf)
+    # Rates by head of each of the layers, where they are not learned.
+    rates: tuple[tuple[float, ...], ...] = ()
     # What the delta rule's gains reach.
     gain_scale: float = 1.0
+    # Whether each channel of its keys has a decay of its own (Kimi Delta Attention, arXiv 2510.26692), whose
+    # exponent may have a floor; and the elements between the two products that such decays and the gate, or a
+    # selective scan's time steps, are made by (0: one makes each).
+    channel_decays: bool = False
+    decay_floor: float = 0.0
+    low_rank: int = 0
     # The norm behind a scan, over so many elements; 0 is none. Its gate comes before or after it.
     norm_size: int = 0
     gate_first: bool = False
+    gate_kind: Literal["silu", "sigmoid"] = "silu"
     norm_eps: float = 0.0
+
+    @property
+    def num_decays(self) -> int:
+        """Decays of a token: of heads, or of their keys' channels."""
+        return self.num_heads * (self.key_dim if self.channel_decays else 1)
 
     @property
     def shape(self) -> StateShape:
@@ -277,7 +293,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Every id that ends an answer, which `families.read_spec` finds.
     eos_token_ids: tuple[int, ...] = ()
     tied_embeddings: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu", "relu2", "xielu"] = "silu"
     # Whether a feed-forward multiplies act(gate) by up; else it is act(up) alone.
     gated: bool = True
     # Which linear layers have biases.

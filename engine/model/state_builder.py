@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from engine.model.records import Floats, Linear, Recurrence, RecurrentUnit, ShortConvolution
+from engine.model.records import Floats, Linear, Recurrence, RecurrentUnit, SelectiveUnit, ShortConvolution
 from kernels.host import Values, address_of, row_stride
 from kernels.recurrent.native import (
     GATES,
@@ -14,6 +15,7 @@ from kernels.recurrent.native import (
     RgLruArgs,
     ScanArgs,
     ScanInputsArgs,
+    SelectiveScanArgs,
     ShortConvolutionArgs,
 )
 from kernels.recurrent.store import StateCache
@@ -63,6 +65,32 @@ def add_convolution(
     builder.product(mixer.output, mixed, out, join)
 
 
+def _convolve(
+    builder: OpBuilder,
+    mixer: Recurrence | RecurrentUnit | SelectiveUnit,
+    cache: StateCache,
+    x: Floats,
+    channels: Floats,
+    *,
+    activates: bool,
+) -> None:
+    """channels [T, C] of those that begin rows of x."""
+    taps, width = mixer.weight.shape
+    args = ShortConvolutionArgs(
+        step=builder.step,
+        x=address_of(x),
+        weight=address_of(mixer.weight),
+        bias=None if mixer.bias is None else address_of(mixer.bias),
+        out=address_of(channels),
+        states=address_of(cache.inputs),
+        channels=width,
+        taps=taps,
+        x_stride=row_stride(x),
+        activates=int(activates),
+    )
+    builder.add("short_convolution", args, mixer, cache, x, channels)
+
+
 def add_recurrence(
     builder: OpBuilder, mixer: Recurrence, cache: StateCache, x: Floats, out: Floats, join: bool
 ) -> None:
@@ -73,21 +101,16 @@ def add_recurrence(
     channels = builder.buffer("state_channels", spec.channels)
     mixed = builder.buffer("state_mixed", size)
     builder.product(mixer.inner, x, inner, False)
-    convolution = ShortConvolutionArgs(
-        step=builder.step,
-        x=address_of(inner[:, places.channels :]),
-        weight=address_of(mixer.weight),
-        bias=None if mixer.bias is None else address_of(mixer.bias),
-        out=address_of(channels),
-        states=address_of(cache.inputs),
-        channels=spec.channels,
-        taps=spec.taps,
-        x_stride=row_stride(inner),
-        activates=1,
-    )
-    builder.add("short_convolution", convolution, mixer, cache, inner, channels)
-    _add_scan(builder, mixer, cache, inner, channels, mixed)
-    _add_norm(builder, mixer, inner, mixed)
+    _convolve(builder, mixer, cache, inner[:, places.channels :], channels, activates=True)
+    gate, decays = inner[:, places.gate :], inner[:, places.decays :]
+    if mixer.gate_up is not None:
+        gate, taken = builder.buffer("state_gate", size), gate
+        builder.product(mixer.gate_up, taken, gate, False)
+    if mixer.decay_up is not None:
+        decays, taken = builder.buffer("state_decays", spec.num_decays), decays
+        builder.product(mixer.decay_up, taken, decays, False)
+    _add_scan(builder, mixer, cache, (inner, channels, decays), mixed)
+    _add_norm(builder, mixer, gate, mixed)
     builder.product(mixer.output, mixed, out, join)
 
 
@@ -95,25 +118,13 @@ def add_unit(
     builder: OpBuilder, mixer: RecurrentUnit, cache: StateCache, x: Floats, out: Floats, join: bool
 ) -> None:
     """Projection, convolution, gates, recurrent unit, activated gate, output."""
-    taps, width = mixer.weight.shape
+    width = mixer.weight.shape[1]
     size = mixer.gates.shape[1]
     inner = builder.buffer("state_inner", 2 * width)
     channels = builder.buffer("state_channels", width)
     gates = builder.buffer("state_gates", 2 * width)
     builder.product(mixer.inner, x, inner, False)
-    convolution = ShortConvolutionArgs(
-        step=builder.step,
-        x=address_of(inner),
-        weight=address_of(mixer.weight),
-        bias=None if mixer.bias is None else address_of(mixer.bias),
-        out=address_of(channels),
-        states=address_of(cache.inputs),
-        channels=width,
-        taps=taps,
-        x_stride=row_stride(inner),
-        activates=0,
-    )
-    builder.add("short_convolution", convolution, mixer, cache, inner, channels)
+    _convolve(builder, mixer, cache, inner, channels, activates=False)
     builder.head_product(channels, mixer.gates, gates)
     unit = RgLruArgs(
         step=builder.step,
@@ -131,37 +142,89 @@ def add_unit(
     builder.product(mixer.output, channels, out, join)
 
 
-def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Floats) -> None:
-    """The norm of what was scanned, under the gate in the projection `inner`, in place."""
+def add_selection(
+    builder: OpBuilder, mixer: SelectiveUnit, cache: StateCache, x: Floats, out: Floats, join: bool
+) -> None:
+    """Projection, convolution, time steps, keys and queries of it, selective scan, activated gate, output."""
+    width, spec = mixer.weight.shape[1], mixer.spec
+    inner = builder.buffer("state_inner", 2 * width)
+    channels = builder.buffer("state_channels", width)
+    builder.product(mixer.inner, x, inner, False)
+    _convolve(builder, mixer, cache, inner, channels, activates=True)
+    ranks, keys, queries = _add_selected(builder, mixer, channels)
+    steps = builder.buffer("state_steps", width)
+    builder.product(mixer.steps, ranks, steps, False)
+    scan = SelectiveScanArgs(
+        step=builder.step,
+        x=address_of(channels),
+        steps=address_of(steps),
+        keys=address_of(keys),
+        queries=address_of(queries),
+        rate=address_of(mixer.rate),
+        skip=address_of(mixer.skip),
+        out=address_of(channels),
+        states=address_of(cache.matrix),
+        channels=width,
+        key_dim=spec.key_dim,
+    )
+    builder.add("selective_scan", scan, mixer, cache, channels, steps, keys, queries)
+    add_gate(builder, channels, inner[:, width:], kind="silu")
+    builder.product(mixer.output, channels, out, join)
+
+
+def _add_selected(builder: OpBuilder, mixer: SelectiveUnit, channels: Floats) -> list[Floats]:
+    """What time steps are made of, keys and queries, each normed."""
+    sizes, parts, begin = (mixer.spec.low_rank, mixer.spec.key_dim, mixer.spec.key_dim), [], 0
+    chosen = builder.buffer("state_selection", sum(sizes))
+    builder.product(mixer.selection, channels, chosen, False)
+    for name, size, weight in zip(("ranks", "keys", "queries"), sizes, mixer.norms, strict=True):
+        part = builder.buffer(f"state_{name}", size)
+        args = GatedRowArgs(
+            step=builder.step,
+            x=address_of(chosen[:, begin:]),
+            weight=address_of(weight),
+            out=address_of(part),
+            width=size,
+            size=size,
+            x_stride=row_stride(chosen),
+            eps=mixer.spec.norm_eps,
+        )
+        builder.add("gated_norm", args, mixer, chosen, part)
+        parts.append(part)
+        begin += size
+    return parts
+
+
+def _add_norm(builder: OpBuilder, mixer: Recurrence, gate: Floats, mixed: Floats) -> None:
+    """The norm of what was scanned, under a gate, in place."""
     spec, width = mixer.spec, mixed.shape[1]
     args = GatedRowArgs(
         step=builder.step,
         x=address_of(mixed),
-        gate=address_of(inner[:, mixer.places.gate :]),
+        gate=address_of(gate),
         weight=None if mixer.norm is None else address_of(mixer.norm),
         out=address_of(mixed),
         width=width,
         size=spec.norm_size or width,
         x_stride=row_stride(mixed),
-        gate_stride=row_stride(inner),
+        gate_stride=row_stride(gate),
         shares_weight=int(spec.kind == "delta"),
         gate_first=int(spec.gate_first),
-        gate_kind=GATES["silu"],
+        gate_kind=GATES[spec.gate_kind],
         eps=spec.norm_eps,
     )
-    builder.add("gated_norm", args, mixer, inner, mixed)
+    builder.add("gated_norm", args, mixer, gate, mixed)
 
 
 def _add_scan(
     builder: OpBuilder,
     mixer: Recurrence,
     cache: StateCache,
-    inner: Floats,
-    channels: Floats,
+    taken: tuple[Floats, Floats, Floats],
     mixed: Floats,
 ) -> None:
-    """What the scan takes in, from the projection `inner` and its convolved channels, and the scan."""
-    spec, places = mixer.spec, mixer.places
+    """What the scan takes in, from the projection, its convolved channels and decays, and the scan."""
+    (inner, channels, decays), spec, places = taken, mixer.spec, mixer.places
     factors = builder.buffer("state_factors", 2 * spec.num_heads)
     common = {
         "step": builder.step,
@@ -172,21 +235,23 @@ def _add_scan(
         "num_groups": spec.num_groups,
         "key_dim": spec.key_dim,
         "row_stride": row_stride(channels),
-        "kind": SCANS[spec.kind],
+        "decays": address_of(decays),
+        "decay_stride": row_stride(decays),
+        "kind": SCANS["channels" if spec.channel_decays else "delta" if spec.kind == "delta" else "mamba2"],
     }
     inputs = ScanInputsArgs(
-        decays=address_of(inner[:, places.decays :]),
         gains=address_of(inner[:, places.gains :]) if spec.kind == "delta" else None,
         rate=address_of(mixer.rate),
         bias=address_of(mixer.step_bias),
-        input_stride=row_stride(inner),
+        gain_stride=row_stride(inner),
+        floor=spec.decay_floor,
         query_scale=spec.key_dim**-0.5,
         gain_scale=spec.gain_scale,
         least_step=spec.step_limits[0],
         largest_step=spec.step_limits[1],
         **common,
     )
-    builder.add("scan_inputs", inputs, mixer, inner, channels, factors)
+    builder.add("scan_inputs", inputs, mixer, inner, channels, decays, factors)
     scan = ScanArgs(
         values=address_of(channels[:, places.values :]),
         skip=None if mixer.skip is None else address_of(mixer.skip),
@@ -195,7 +260,16 @@ def _add_scan(
         value_dim=spec.value_dim,
         **common,
     )
-    builder.add("state_scan", scan, mixer, cache, channels, factors, mixed)
+    builder.add("state_scan", scan, mixer, cache, channels, decays, factors, mixed)
+
+
+def add_head_gates(builder: OpBuilder, gate: Linear | None, x: Floats, values: Floats) -> None:
+    """values [T, X] of heads times the sigmoids of what a gate, if there is one, makes of x for each head."""
+    if gate is not None:
+        num_heads = sum(part.outputs for part in gate.packed_parts)
+        gates = builder.buffer("head_gates", num_heads)
+        builder.product(gate, x, gates, False)
+        add_gate(builder, values, gates, num_gates=num_heads)
 
 
 def add_gate(
@@ -217,3 +291,12 @@ def add_gate(
         shares_gate=int(num_gates < width),
     )
     builder.add("gated_norm", args, mixed, gates)
+
+
+STATE_OPS: Mapping[type, Callable[..., None]] = {
+    ShortConvolution: add_convolution,
+    Recurrence: add_recurrence,
+    RecurrentUnit: add_unit,
+    SelectiveUnit: add_selection,
+}
+"""What appends the ops of a layer with a state."""

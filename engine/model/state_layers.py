@@ -9,6 +9,8 @@ value dim.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,18 +18,25 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from engine.model.layers import StepContext, multiply, read_floats, read_linear
-from engine.model.records import Linear, Recurrence, RecurrentUnit, ShortConvolution, StatePlaces
+from engine.model.records import (
+    Linear,
+    Recurrence,
+    RecurrentUnit,
+    SelectiveUnit,
+    ShortConvolution,
+    StateMixer,
+    StatePlaces,
+)
 from engine.model.spec import ModelSpec, StateSpec
 from engine.model.weights import WeightReader
-from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
+from kernels.norm.backends import RowNorm
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights, SelectiveInputs
 from kernels.recurrent.store import StateCache
 from kernels.rows import QuantizedRows
 
 
-def read_state(
-    weights: WeightReader, prefix: str, spec: ModelSpec
-) -> ShortConvolution | Recurrence | RecurrentUnit:
-    """The mixer of a layer with a state, whose tensors' names begin with `prefix`."""
+def read_state(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> StateMixer:
+    """The mixer of layer `index`, which has a state; names of its tensors begin with `prefix`."""
     state, hidden = spec.state, spec.hidden_size
     assert state is not None, "called for such layers only"
     taps = _read_taps(weights, prefix, state)
@@ -44,18 +53,51 @@ def read_state(
         names = [f"{prefix}.x_proj", f"{prefix}.y_proj"]
         inner = read_linear(weights, names, [state.channels] * 2, hidden, state.bias)
         return RecurrentUnit(inner=inner, **_read_gates(weights, f"{prefix}.rg_lru", state), **common)
-    read_inner = _read_mamba2_inner if state.kind == "mamba2" else _read_delta_inner
-    inner, places = read_inner(weights, prefix, state, hidden)
+    if state.kind == "selective":
+        inner = read_linear(weights, [f"{prefix}.in_proj"], [2 * state.channels], hidden, state.bias)
+        return SelectiveUnit(spec=state, inner=inner, **_read_selection(weights, prefix, state), **common)
+    read_inner = {"mamba2": _read_mamba2_inner, "delta": _read_delta_inner, "linear": _read_linear_inner}
+    inner, places = read_inner[state.kind](weights, prefix, state, hidden)
+    if state.low_rank:
+        for name, part, size in (("gate_up", "g_up", inputs), ("decay_up", "a_up", state.num_decays)):
+            common[name] = read_linear(weights, [f"{prefix}.{part}_proj"], [size], state.low_rank, False)
+    decays = (state.num_heads, state.key_dim) if state.channel_decays else (state.num_heads,)
     return Recurrence(
         spec=state,
         inner=inner,
         places=places,
-        rate=-torch.exp(read_floats(weights, f"{prefix}.A_log", state.num_heads)),
-        step_bias=read_floats(weights, f"{prefix}.dt_bias", state.num_heads),
+        rate=_read_rate(weights, f"{prefix}.A_log", state, index),
+        step_bias=torch.zeros(state.num_heads, device=weights.device)
+        if state.rates
+        else read_floats(weights, f"{prefix}.dt_bias", state.num_decays).view(decays),
         skip=read_floats(weights, f"{prefix}.D", state.num_heads) if state.kind == "mamba2" else None,
         norm=_read_state_norm(weights, f"{prefix}.norm.weight", state) if state.norm_size else None,
         **common,
     )
+
+
+def _read_selection(weights: WeightReader, prefix: str, state: StateSpec) -> dict[str, Any]:
+    """What of a selective scan lies between its convolution and its output."""
+    channels, keys, rank = state.channels, state.key_dim, state.low_rank
+    sizes = {"dt": rank, "b": keys, "c": keys}
+    return {
+        "selection": read_linear(weights, [f"{prefix}.x_proj"], [rank + 2 * keys], channels, False),
+        "norms": [
+            read_floats(weights, f"{prefix}.{part}_layernorm.weight", size) for part, size in sizes.items()
+        ],
+        "steps": read_linear(weights, [f"{prefix}.dt_proj"], [channels], rank, True),
+        "rate": -torch.exp(read_floats(weights, f"{prefix}.A_log", channels, keys)).T.contiguous(),
+        "skip": read_floats(weights, f"{prefix}.D", channels),
+    }
+
+
+def _read_rate(weights: WeightReader, name: str, state: StateSpec, index: int) -> Tensor:
+    """Of each head [H], for which axes of one element may be around it."""
+    if state.rates:
+        return -torch.tensor(state.rates[state.layers.index(index)], device=weights.device)
+    shape = weights.shape(name) or ()
+    kept = shape if math.prod(shape) == state.num_heads else (state.num_heads,)
+    return -torch.exp(read_floats(weights, name, *kept).flatten())
 
 
 def _read_gates(weights: WeightReader, prefix: str, state: StateSpec) -> dict[str, Any]:
@@ -72,6 +114,8 @@ def _read_gates(weights: WeightReader, prefix: str, state: StateSpec) -> dict[st
 
 def _read_taps(weights: WeightReader, prefix: str, state: StateSpec) -> Tensor:
     """Weights of the convolution [C, 1, W]; those of queries, keys and values may lie apart."""
+    if state.kind == "linear":
+        return torch.ones(state.channels, 1, state.taps, device=weights.device)
     names = [f"{prefix}.conv1d.weight"]
     if state.layout == "apart":
         names = [f"{prefix}.{part}_conv1d.weight" for part in "qkv"]
@@ -107,28 +151,41 @@ def _read_delta_inner(
 ) -> tuple[Linear, StatePlaces]:
     """Queries, keys, values, gate, gains, decays."""
     values, keys, heads = state.num_heads * state.value_dim, state.num_groups * state.key_dim, state.num_heads
-    order = None
+    order, gates = None, values
     if state.layout == "by_group":
         names, outputs = ["in_proj_qkvz", "in_proj_ba"], [2 * keys + 2 * values, 2 * heads]
         order = _from_groups(state).to(weights.device)
     elif state.layout == "apart":
         names = [f"{part}_proj" for part in "qkvgba"]
-        outputs = [keys, keys, values, values, heads, heads]
+        gates, decays = state.low_rank or values, state.low_rank or state.num_decays
+        outputs = [keys, keys, values, gates, heads, decays]
     else:
         names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
         outputs = [state.channels, values, heads, heads]
-    gate = state.channels
+    gate, gains = state.channels, state.channels + gates
     places = StatePlaces(
         channels=0,
         gate=gate,
-        gains=gate + values,
-        decays=gate + values + heads,
+        gains=gains,
+        decays=gains + heads,
         queries=0,
         keys=keys,
         values=2 * keys,
     )
     names = [f"{prefix}.{name}" for name in names]
     return read_linear(weights, names, outputs, hidden, state.bias, order), places
+
+
+def _read_linear_inner(
+    weights: WeightReader, prefix: str, state: StateSpec, hidden: int
+) -> tuple[Linear, StatePlaces]:
+    """Queries, keys and values, which are stored head by head, and gate; anything does for a time step."""
+    size = state.channels // 3
+    order = torch.arange(state.channels).view(state.num_heads, 3, -1).transpose(0, 1).flatten()
+    order = torch.cat((order, torch.arange(state.channels, state.channels + size))).to(weights.device)
+    names = [f"{prefix}.qkv_proj", f"{prefix}.output_gate"]
+    places = StatePlaces(channels=0, gate=3 * size, decays=0, keys=size, values=2 * size)
+    return read_linear(weights, names, [state.channels, size], hidden, state.bias, order), places
 
 
 def _from_groups(state: StateSpec) -> Tensor:
@@ -156,6 +213,20 @@ def convolve(
     return multiply(mixer.output, (second * mixed).to(step.dtype), step.adapters)
 
 
+def _convolved(
+    mixer: Recurrence | RecurrentUnit | SelectiveUnit,
+    x: Tensor,
+    cache: StateCache,
+    step: StepContext,
+    *,
+    activates: bool,
+) -> Tensor:
+    """x [T, C] -> [T, C]."""
+    weight, bias = cast("Tensor", mixer.weight), cast("Tensor | None", mixer.bias)
+    convolution = step.kernels.recurrent.short_convolution
+    return convolution(x, weight, bias, cache.inputs, step.states, activates=activates)
+
+
 def recur_units(
     mixer: RecurrentUnit, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext
 ) -> Tensor:
@@ -164,20 +235,38 @@ def recur_units(
     kernels, gates = step.kernels.recurrent, cast("Tensor", mixer.gates)
     (heads, size), channels = gates.shape[:2], mixer.weight.shape[1]
     projected = multiply(mixer.inner, x, step.adapters).float()
-    mixed = kernels.short_convolution(
-        projected[:, :channels],
-        cast("Tensor", mixer.weight),
-        cast("Tensor | None", mixer.bias),
-        cache.inputs,
-        step.states,
-        activates=False,
-    )
+    mixed = _convolved(mixer, projected[:, :channels], cache, step, activates=False)
     by_head = mixed.view(-1, heads, size).transpose(0, 1).contiguous()
     opened = step.kernels.linear.batched(by_head, gates).transpose(0, 1).contiguous()
     weights = RgLruWeights(bias=cast("Tensor", mixer.gate_bias), rate=cast("Tensor", mixer.rate))
     taken = kernels.rg_lru(mixed, opened, weights, cache.matrix, step.states)
     gate = projected[:, channels:]
     gated = kernels.gated_norm(taken, gate, None, 0.0, size=channels, gate_first=False, kind="gelu_tanh")
+    return multiply(mixer.output, gated.to(step.dtype), step.adapters)
+
+
+def select(mixer: SelectiveUnit, x: Tensor | QuantizedRows, cache: StateCache, step: StepContext) -> Tensor:
+    """x [T, E] -> [T, E]; moves the states of this step's sequences on."""
+    assert step.states is not None, "the model has states"
+    spec, kernels, channels = mixer.spec, step.kernels.recurrent, mixer.spec.channels
+    projected = multiply(mixer.inner, x, step.adapters).float()
+    mixed = _convolved(mixer, projected[:, :channels], cache, step, activates=True)
+    chosen = multiply(mixer.selection, mixed.to(step.dtype), step.adapters).float()
+    parts = torch.split(chosen, [spec.low_rank, spec.key_dim, spec.key_dim], dim=1)
+    ranks, keys, queries = (
+        step.kernels.norm.plain(part.contiguous(), RowNorm(cast("Tensor", weight), spec.norm_eps))
+        for part, weight in zip(parts, mixer.norms, strict=True)
+    )
+    steps = multiply(mixer.steps, ranks.to(step.dtype), step.adapters).float()
+    taken = kernels.selective_scan(
+        SelectiveInputs(mixed, steps, keys, queries),
+        cast("Tensor", mixer.rate),
+        cast("Tensor", mixer.skip),
+        cache.matrix,
+        step.states,
+    )
+    gate = projected[:, channels:]
+    gated = kernels.gated_norm(taken, gate, None, 0.0, size=channels, gate_first=False, kind="silu")
     return multiply(mixer.output, gated.to(step.dtype), step.adapters)
 
 
@@ -188,49 +277,55 @@ def recur(mixer: Recurrence, x: Tensor | QuantizedRows, cache: StateCache, step:
     size = spec.num_heads * spec.value_dim
     projected = multiply(mixer.inner, x, step.adapters).float()
 
-    def part(first: int, count: int) -> Tensor:
-        return projected[:, first : first + count]
-
-    kernels = step.kernels.recurrent
-    mixed = kernels.short_convolution(
-        part(places.channels, spec.channels),
-        cast("Tensor", mixer.weight),
-        cast("Tensor | None", mixer.bias),
-        cache.inputs,
-        step.states,
-        activates=True,
-    )
+    kernels, channels = step.kernels.recurrent, projected[:, places.channels :][:, : spec.channels]
+    mixed = _convolved(mixer, channels, cache, step, activates=True)
     weights = ScanWeights(
         rate=cast("Tensor", mixer.rate),
         bias=cast("Tensor", mixer.step_bias),
         skip=cast("Tensor | None", mixer.skip),
         gain_scale=spec.gain_scale,
         limits=spec.step_limits,
+        floor=spec.decay_floor,
     )
+    inputs = _scan_inputs(mixer, mixed, projected, step)
     normed = kernels.gated_norm(
-        kernels.scan(_scan_inputs(mixer, mixed, projected), weights, cache.matrix, step.states).flatten(1),
-        part(places.gate, size),
+        kernels.scan(inputs, weights, cache.matrix, step.states).flatten(1),
+        _raised(mixer.gate_up, projected, places.gate, size, step),
         cast("Tensor | None", mixer.norm),
         spec.norm_eps,
         size=spec.norm_size or size,
         gate_first=spec.gate_first,
-        kind="silu",
+        kind=spec.gate_kind,
     )
     return multiply(mixer.output, normed.to(step.dtype), step.adapters)
 
 
-def _scan_inputs(mixer: Recurrence, mixed: Tensor, projected: Tensor) -> ScanInputs:
+def _raised(linear: Linear | None, projected: Tensor, first: int, count: int, step: StepContext) -> Tensor:
+    """A part [T, count] of the projection that begins at `first`; or what `linear` makes of that."""
+    if linear is None:
+        return projected[:, first : first + count]
+    taken = projected[:, first : first + linear.inputs].to(step.dtype)
+    return multiply(linear, taken, step.adapters).float()
+
+
+def _scan_inputs(mixer: Recurrence, mixed: Tensor, projected: Tensor, step: StepContext) -> ScanInputs:
     """From convolved channels [T, C] and the projection [T, X]."""
     spec, places, heads = mixer.spec, mixer.places, mixer.spec.num_heads
     keys, size = spec.num_groups * spec.key_dim, heads * spec.value_dim
-
-    def steps(first: int) -> Tensor:
-        return projected[:, first : first + heads]
-
+    decays = _raised(mixer.decay_up, projected, places.decays, spec.num_decays, step)
     return ScanInputs(
         queries=mixed[:, places.queries : places.queries + keys].view(-1, spec.num_groups, spec.key_dim),
         keys=mixed[:, places.keys : places.keys + keys].view(-1, spec.num_groups, spec.key_dim),
         values=mixed[:, places.values : places.values + size].view(-1, heads, spec.value_dim),
-        decays=steps(places.decays),
-        gains=steps(places.gains) if spec.kind == "delta" else None,
+        decays=decays.view(-1, heads, spec.key_dim) if spec.channel_decays else decays,
+        gains=projected[:, places.gains : places.gains + heads] if spec.kind == "delta" else None,
     )
+
+
+STATE_MIXES: Mapping[type, Callable[..., Tensor]] = {
+    ShortConvolution: convolve,
+    Recurrence: recur,
+    RecurrentUnit: recur_units,
+    SelectiveUnit: select,
+}
+"""What computes a layer with a state."""

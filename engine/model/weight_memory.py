@@ -44,7 +44,7 @@ HEAD = "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 EMBEDDING = "model.embed_tokens.weight"
 # Ends of names of products by heads.
-KEPT_IN_FLOAT32 = (".input_gate_weight", ".recurrent_gate_weight")
+KEPT_IN_FLOAT32 = (".input_gate_weight", ".recurrent_gate_weight", ".A_log")
 # Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
 NEVER_MULTIPLIED = (
     *("embed_tokens.weight", "embed_positions.weight", "embed_tokens_per_layer.weight"),

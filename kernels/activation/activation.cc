@@ -8,8 +8,10 @@ namespace {
 // Called with an `up` of one where there is none: a product with one is exact.
 Vec silu(Vec gate, Vec up) { return mul(mul(gate, sigmoid(gate)), up); }
 
+// NaN stays NaN, as max returns its second operand then.
+Vec relu(Vec gate, Vec up) { return mul(max(zero(), gate), up); }
+
 Vec relu2(Vec gate, Vec up) {
-  // NaN stays NaN, as max returns its second operand then.
   const Vec positive = max(zero(), gate);
   return mul(mul(positive, positive), up);
 }
@@ -79,6 +81,7 @@ extern "C" void activation(const ActivationArgs& args, int thread, int num_threa
                        [](Vec gate, Vec up) { return mul(gelu_tanh(gate), up); });
     case kClampedSwiglu: return gate_rows(args, num_rows, thread, num_threads, clamped_swiglu);
     case kRelu2: return gate_rows(args, num_rows, thread, num_threads, relu2);
+    case kRelu: return gate_rows(args, num_rows, thread, num_threads, relu);
     case kXielu:
       return gate_rows(args, num_rows, thread, num_threads,
                        [&](Vec gate, Vec up) { return mul(xielu(gate, args.coefficients), up); });

@@ -12,6 +12,7 @@ enum ActivationKind : int64_t {
   kClampedSwiglu = 3,  // gpt-oss: min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)
   kRelu2 = 4,          // max(gate, 0)^2
   kXielu = 5,          // arXiv 2411.13010, by the coefficients
+  kRelu = 6,           // max(gate, 0)
 };
 
 // out[t, i] = act(gate_up[t, i]) * gate_up[t, width + i], or without the second factor where it is `plain`.

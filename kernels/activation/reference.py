@@ -36,6 +36,10 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * _sigmoid(1.702 * gate) * (up + 1)
 
 
+def _relu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.clamp(min=0.0) * up
+
+
 def _relu2(gate: Tensor, up: Tensor) -> Tensor:
     positive = gate.clamp(min=0.0)
     return positive * positive * up
@@ -58,6 +62,7 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
+    "relu": _relu,
     "relu2": _relu2,
 }
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 # The kernel's number of each gate of reference.GATES.
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3, "relu2": 4, "xielu": 5}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3, "relu2": 4, "xielu": 5, "relu": 6}
 BLOCK = 1024
 
 
@@ -31,6 +31,8 @@ def gated(gate, up, KIND: tl.constexpr):
     elif KIND == 4:
         positive = tl.where(gate < 0.0, 0.0, gate)
         result = positive * positive * up
+    elif KIND == 6:
+        result = tl.where(gate < 0.0, 0.0, gate) * up
     else:
         # NaN passes a comparison, so that a poisoned row stays one.
         gate = tl.where(gate > 7.0, 7.0, gate)

@@ -20,11 +20,13 @@ class ScanWeights(NamedTuple):
     """What a layer has learned, and its constants."""
 
     rate: Tensor  # [H] negative
-    bias: Tensor  # [H] of time steps
+    bias: Tensor  # [H] of time steps; [H, K] of decays by channel
     skip: Tensor | None = None  # [H]
     # Of gains, with the delta rule; of time steps, without it.
     gain_scale: float = 1.0
     limits: tuple[float, float] = (0.0, float("inf"))
+    # What exponents of decays by channel end at; 0: they are softplus's.
+    floor: float = 0.0
 
 
 class ScanInputs(NamedTuple):
@@ -35,8 +37,17 @@ class ScanInputs(NamedTuple):
     queries: Tensor  # [T, G, K]
     keys: Tensor  # [T, G, K]
     values: Tensor  # [T, H, V]
-    decays: Tensor  # [T, H]
+    decays: Tensor  # [T, H]; with the delta rule also [T, H, K], one for each channel of keys
     gains: Tensor | None  # [T, H]
+
+
+class SelectiveInputs(NamedTuple):
+    """What Mamba's selective scan takes in, in float32."""
+
+    x: Tensor  # [T, C]
+    steps: Tensor  # [T, C]
+    keys: Tensor  # [T, K]
+    queries: Tensor  # [T, K]
 
 
 class RgLruWeights(NamedTuple):
@@ -78,6 +89,13 @@ class RecurrentBackend(Protocol):
         """x [T, C], gates [T, H, 2 D] of inputs and of the recurrence, C = H D -> [T, C], all in float32:
         state = decay state + sqrt(1 - decay^2) taken, decay = exp(rate sigmoid(second gate)), taken =
         x sigmoid(first gate); a sequence begins with what it takes. `states` [N, H, 1, D] as above.
+        """
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, rate: Tensor, skip: Tensor, states: Tensor, step: Any
+    ) -> Tensor:
+        """-> [T, C]; of rate [K, C], negative, and skip [C]: state = e^(rate dt) state + key (x) dt x, out =
+        query . state + skip x, where dt = softplus(steps). `states` [N, 1, K, C] as above.
         """
 
     def gated_norm(

@@ -66,6 +66,14 @@ void convolve(const ShortConvolutionArgs& args, const Row& row, int64_t from, in
 
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
+// log(1 + e^x) = max(x, 0) + log(1 + u), where u = e^-|x| and log(1 + u) = 2 artanh(u / (2 + u)).
+Vec softplus(Vec x) {
+  const Vec u = exp(sub(zero(), abs(x))), s = div(u, add(set1(2.0f), u)), square = mul(s, s);
+  Vec series = set1(1.0f / 15.0f);
+  for (int odd = 13; odd > 0; odd -= 2) series = fma(series, square, set1(1.0f / static_cast<float>(odd)));
+  return fma(add(s, s), series, max(zero(), x));
+}
+
 // x / sqrt(sum x^2 + 1e-6) * scale, in place.
 void to_length(float* x, int64_t width, float scale) {
   Vec total = zero();
@@ -102,6 +110,7 @@ struct HeadInputs {
     return args.values + token * args.row_stride + head * args.value_dim + from;
   }
   const float* factors(int64_t token) const { return args.factors + 2 * (token * args.num_heads + head); }
+  const float* decays(int64_t token) const { return args.decays + token * args.decay_stride + head * args.key_dim; }
   float* out(int64_t token) const { return args.out + (token * args.num_heads + head) * args.value_dim + from; }
 
   // Rows of tokens lie pages apart, which processors do not foresee.
@@ -109,6 +118,9 @@ struct HeadInputs {
     for (int64_t k = 0; k < args.key_dim; k += kLineFloats) {
       __builtin_prefetch(query(token) + k, 0, kFirstCache);
       __builtin_prefetch(key(token) + k, 0, kFirstCache);
+    }
+    if (args.kind == kScanChannels) {
+      for (int64_t k = 0; k < args.key_dim; k += kLineFloats) __builtin_prefetch(decays(token) + k, 0, kFirstCache);
     }
     for (int64_t i = 0; i < width; i += kLineFloats) __builtin_prefetch(value(token) + i, 0, kFirstCache);
   }
@@ -120,32 +132,40 @@ struct Strip {
   int64_t stride, keys;
 };
 
-// known = key . state.
-template <int kVectors>
-inline void look_up(const Strip& strip, const float* key, Vec* known) {
+// known = key . state, whose channels decay first where each has a decay of its own.
+template <int kVectors, bool kByChannel>
+inline void look_up(const Strip& strip, const HeadInputs& head, int64_t token, Vec* known) {
+  const float *key = head.key(token), *decays = kByChannel ? head.decays(token) : nullptr;
   Vec sums[kVectors];
   for (int v = 0; v < kVectors; ++v) sums[v] = zero();
   for (int64_t k = 0; k < strip.keys; ++k) {
-    const Vec each = set1(key[k]);
+    const Vec each = set1(kByChannel ? key[k] * decays[k] : key[k]);
     for (int v = 0; v < kVectors; ++v) sums[v] = fma(each, load(strip.at + k * strip.stride + v * kLanes), sums[v]);
   }
   for (int v = 0; v < kVectors; ++v) known[v] = sums[v];
 }
 
-// state = decay state + key (x) change; out = query . state; and, while the state is at hand, known = next . state.
-template <int kVectors, bool kLooksAhead>
-inline void take_in(const Strip& strip, const float* query, const float* key, const float* next, Vec decay,
-                    const Vec* change, Vec* out, Vec* known) {
+// state = decay state + key (x) change; out = query . state; and, while the state is at hand, what the next key looks
+// up.
+template <int kVectors, bool kLooksAhead, bool kByChannel>
+inline void take_in(const Strip& strip, const HeadInputs& head, int64_t token, const Vec* change, Vec* out,
+                    Vec* known) {
+  const float *query = head.query(token), *key = head.key(token), *next = kLooksAhead ? head.key(token + 1) : nullptr;
+  const float* decays = kByChannel ? head.decays(token) : nullptr;
+  const float* next_decays = kByChannel && kLooksAhead ? head.decays(token + 1) : nullptr;
+  const Vec decay_of_all = set1(head.factors(token)[0]);
   Vec sums[kVectors], found[kVectors];
   for (int v = 0; v < kVectors; ++v) sums[v] = found[v] = zero();
   for (int64_t k = 0; k < strip.keys; ++k) {
-    const Vec each = set1(key[k]), asked = set1(query[k]);
+    const Vec each = set1(key[k]), asked = set1(query[k]), decay = kByChannel ? set1(decays[k]) : decay_of_all;
     float* row = strip.at + k * strip.stride;
     for (int v = 0; v < kVectors; ++v) {
       const Vec state = fma(each, change[v], mul(decay, load(row + v * kLanes)));
       store(row + v * kLanes, state);
       sums[v] = fma(asked, state, sums[v]);
-      if constexpr (kLooksAhead) found[v] = fma(set1(next[k]), state, found[v]);
+      if constexpr (kLooksAhead) {
+        found[v] = fma(set1(kByChannel ? next[k] * next_decays[k] : next[k]), state, found[v]);
+      }
     }
   }
   for (int v = 0; v < kVectors; ++v) out[v] = sums[v];
@@ -156,28 +176,28 @@ inline void take_in(const Strip& strip, const float* query, const float* key, co
 
 // Tokens [begin, end) over `width` values. The delta rule passes over the state once a token: what the next key finds
 // is added up, in the same order, while the state takes this one in.
-template <int kVectors>
+template <int kVectors, bool kByChannel>
 void scan_strip(const HeadInputs& head, int64_t begin, int64_t end, int64_t width, const Strip& strip) {
   const ScanArgs& args = head.args;
-  const bool is_delta = args.kind == kScanDelta;
+  const bool is_delta = args.kind != kScanMamba2;
   Mask masks[kVectors];
   for (int v = 0; v < kVectors; ++v) masks[v] = first(width - v * kLanes);
   Vec known[kVectors] = {};
-  if (is_delta && begin < end) look_up<kVectors>(strip, head.key(begin), known);
+  if (is_delta && begin < end) look_up<kVectors, kByChannel>(strip, head, begin, known);
   for (int64_t token = begin; token < end; ++token) {
     if (token + kAhead < end) head.prefetch(token + kAhead, width);
     const float *value = head.value(token), *factors = head.factors(token);
-    const Vec decay = set1(factors[0]), gain = set1(factors[1]);
+    // Where channels decay, what is known has done so already.
+    const Vec decay = set1(kByChannel ? 1.0f : factors[0]), gain = set1(factors[1]);
     Vec taken[kVectors], change[kVectors], out[kVectors];
     for (int v = 0; v < kVectors; ++v) taken[v] = load(value + v * kLanes, masks[v]);
     for (int v = 0; v < kVectors; ++v) {
       change[v] = mul(gain, is_delta ? fnma(decay, known[v], taken[v]) : taken[v]);
     }
-    const float *query = head.query(token), *key = head.key(token);
     if (is_delta && token + 1 < end) {
-      take_in<kVectors, true>(strip, query, key, head.key(token + 1), decay, change, out, known);
+      take_in<kVectors, true, kByChannel>(strip, head, token, change, out, known);
     } else {
-      take_in<kVectors, false>(strip, query, key, nullptr, decay, change, out, nullptr);
+      take_in<kVectors, false, kByChannel>(strip, head, token, change, out, nullptr);
     }
     float* to = head.out(token);
     for (int v = 0; v < kVectors; ++v) {
@@ -211,7 +231,9 @@ void scan_row(const ScanArgs& args, const Row& row, int64_t head, int64_t from) 
   const HeadInputs inputs{args, head, head / (args.num_heads / args.num_groups), from};
   const auto scan_to = [&](int64_t begin, int64_t end) {
     with_constant<kStrip>(vectors, [&](auto count) {
-      scan_strip<decltype(count)::value>(inputs, begin, end, width, strip);
+      constexpr int kVectors = decltype(count)::value;
+      const auto scan = args.kind == kScanChannels ? scan_strip<kVectors, true> : scan_strip<kVectors, false>;
+      scan(inputs, begin, end, width, strip);
     });
   };
   int64_t begin = row.begin;
@@ -258,12 +280,18 @@ void advance_units(const RgLruArgs& args, const Row& row, int64_t head, int64_t 
   }
 }
 
-// log(1 + e^x), by the library's functions: gates are few, or beside products that take far longer.
-Vec softplus(Vec x) {
-  alignas(64) float each[kLanes];
-  store(each, first(kLanes), x);
-  for (float& e : each) e = (e > 0.0f ? e : 0.0f) + std::log1p(std::exp(-std::fabs(e)));
-  return load(each, first(kLanes));
+// The e^... of recurrent.h that a head's channels keep of the state, in place.
+void find_decays(const ScanInputsArgs& args, int64_t token, int64_t head) {
+  float* decays = args.decays + token * args.decay_stride + head * args.key_dim;
+  const float* bias = args.bias + head * args.key_dim;
+  const Vec rate = set1(args.rate[head]);
+  for (int64_t k = 0; k < args.key_dim; k += kLanes) {
+    const Mask m = first(args.key_dim - k);
+    const Vec x = add(load(decays + k, m), load(bias + k, m));
+    const Vec exponent =
+        args.floor < 0.0f ? mul(set1(args.floor), sigmoid(mul(sub(zero(), rate), x))) : mul(rate, softplus(x));
+    store(decays + k, m, exp(exponent));
+  }
 }
 
 Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
@@ -274,14 +302,46 @@ Vec gate_of(const GatedRowArgs& args, const float* gate, int64_t i, Mask m) {
   return args.gate_kind == kGateSilu ? mul(g, share) : share;
 }
 
+// Channels [from, to) of a row's selective scan.
+void select_channels(const SelectiveScanArgs& args, const Row& row, int64_t from, int64_t to) {
+  const int64_t channels = args.channels, keys = args.key_dim;
+  const auto state_of = [&](int64_t slot) { return args.states + slot * keys * channels + from; };
+  float* own = state_of(row.slot);
+  if (row.is_fresh) {
+    for (int64_t k = 0; k < keys; ++k) std::memset(own + k * channels, 0, sizeof(float) * (to - from));
+  }
+  int64_t each = row.first_snapshot;
+  for (int64_t token = row.begin; token < row.end; ++token) {
+    const float *key = args.keys + token * keys, *query = args.queries + token * keys;
+    for (int64_t i = from; i < to; i += kLanes) {
+      const Mask m = first(to - i);
+      const Vec x = load(args.x + token * channels + i, m);
+      const Vec dt = softplus(load(args.steps + token * channels + i, m)), taken = mul(dt, x);
+      Vec out = mul(load(args.skip + i, m), x);
+      for (int64_t k = 0; k < keys; ++k) {
+        float* at = own + k * channels + i - from;
+        const Vec decay = exp(mul(load(args.rate + k * channels + i, m), dt));
+        const Vec state = fma(decay, load(at, m), mul(set1(key[k]), taken));
+        store(at, m, state);
+        out = fma(set1(query[k]), state, out);
+      }
+      store(args.out + token * channels + i, m, out);
+    }
+    if (each < row.end_snapshots && args.step->snapshot_rows[each] == token) {
+      copy_rows(own, channels, state_of(args.step->snapshot_slots[each]), channels, keys, to - from);
+      ++each;
+    }
+  }
+}
+
 void norm_group(const GatedRowArgs& args, int64_t token, int64_t group) {
   const int64_t size = args.size, at = group * size;
   const float* x = args.x + token * args.x_stride + at;
-  const float* gate = args.gate + token * args.gate_stride + (args.shares_gate ? group : at);
+  const float* gate = args.gate ? args.gate + token * args.gate_stride + (args.shares_gate ? group : at) : nullptr;
   float* out = args.out + token * args.width + at;
   const auto value = [&](int64_t i, Mask m) {
     const Vec v = load(x + i, m);
-    return args.gate_first ? mul(v, gate_of(args, gate, i, m)) : v;
+    return gate && args.gate_first ? mul(v, gate_of(args, gate, i, m)) : v;
   };
   Vec scale = set1(1.0f);
   if (args.weight) {
@@ -298,7 +358,7 @@ void norm_group(const GatedRowArgs& args, int64_t token, int64_t group) {
     const Mask m = first(size - i);
     Vec v = value(i, m);
     if (weight) v = mul(mul(v, scale), load(weight + i, m));
-    if (!args.gate_first) v = mul(v, gate_of(args, gate, i, m));
+    if (gate && !args.gate_first) v = mul(v, gate_of(args, gate, i, m));
     store(out + i, m, v);
   }
 }
@@ -323,18 +383,23 @@ extern "C" void scan_inputs(const ScanInputsArgs& args, int thread, int num_thre
   const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t token = unit / groups, group = unit % groups;
-    const bool is_delta = args.kind == kScanDelta;
+    const bool is_delta = args.kind != kScanMamba2;
     if (is_delta) {
       const int64_t at = token * args.row_stride + group * args.key_dim;
       to_length(args.queries + at, args.key_dim, args.query_scale);
       to_length(args.keys + at, args.key_dim, 1.0f);
     }
     for (int64_t head = group * per_group; head < (group + 1) * per_group; ++head) {
-      float dt = softplus(args.decays[token * args.input_stride + head] + args.bias[head]);
       float* factors = args.factors + 2 * (token * args.num_heads + head);
       if (is_delta) {
-        factors[1] = args.gain_scale / (1.0f + std::exp(-args.gains[token * args.input_stride + head]));
-      } else {
+        factors[1] = args.gain_scale / (1.0f + std::exp(-args.gains[token * args.gain_stride + head]));
+      }
+      if (args.kind == kScanChannels) {
+        find_decays(args, token, head);
+        continue;
+      }
+      float dt = softplus(args.decays[token * args.decay_stride + head] + args.bias[head]);
+      if (!is_delta) {
         dt = dt < args.least_step ? args.least_step : dt > args.largest_step ? args.largest_step : dt;
         factors[1] = dt;
       }
@@ -364,6 +429,16 @@ extern "C" void rg_lru(const RgLruArgs& args, int thread, int num_threads) {
   }
 }
 
+extern "C" void selective_scan(const SelectiveScanArgs& args, int thread, int num_threads) {
+  const int64_t pieces = (args.channels + kPiece - 1) / kPiece;
+  const Range mine = share(args.step->num_sequences * pieces, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t from = unit % pieces * kPiece;
+    const int64_t to = from + kPiece < args.channels ? from + kPiece : args.channels;
+    select_channels(args, row_of(*args.step, unit / pieces), from, to);
+  }
+}
+
 extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads) {
   const int64_t groups = args.width / args.size;
   const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
@@ -374,4 +449,5 @@ MILLRACE_OP(short_convolution, ShortConvolutionArgs)
 MILLRACE_OP(scan_inputs, ScanInputsArgs)
 MILLRACE_OP(state_scan, ScanArgs)
 MILLRACE_OP(rg_lru, RgLruArgs)
+MILLRACE_OP(selective_scan, SelectiveScanArgs)
 MILLRACE_OP(gated_norm, GatedRowArgs)

@@ -1,6 +1,6 @@
 // Layers that carry a state from token to token instead of looking back: a short causal convolution, and a matrix
-// per head that decays and takes in keys and values (Mamba 2's scan, the gated delta rule), or a number per channel
-// (RG-LRU).
+// per head that decays and takes in keys and values (Mamba 2's scan, the gated delta rule), a number per channel
+// (RG-LRU), or some (Mamba's selective scan).
 //
 // A sequence's state lies in a slot of the cache; step->state_slots names it. A row that begins at position 0 begins
 // with zeros, whatever lies there. Beside its own slot a row may leave its state, as it is after some tokens, in
@@ -40,6 +40,9 @@ struct ShortConvolutionArgs {
 enum ScanKind : int64_t {
   kScanMamba2 = 0,  // decay = exp(rate dt), gain = dt, where dt = softplus(decays + bias) within its limits
   kScanDelta = 1,   // decay = exp(rate softplus(decays + bias)), gain = gain_scale sigmoid(gains)
+  // As kScanDelta, each element of a key with a decay of its own (Kimi Delta Attention, arXiv 2510.26692); with a
+  // floor it is exp(floor sigmoid(-rate (decays + bias))).
+  kScanChannels = 2,
 };
 
 // What a scan takes in, by token and head. With the delta rule, queries and keys are brought to length one, in place,
@@ -48,19 +51,21 @@ struct ScanInputsArgs {
   const Step* step;
   float* queries;       // [T, row_stride], the first G K
   float* keys;          // [T, row_stride], the first G K
-  const float* decays;  // [T, input_stride], the first H
-  const float* gains;   // [T, input_stride], the first H; null with Mamba 2
+  float* decays;        // [T, decay_stride], the first H; of channels the first H K, in whose place decays go
+  const float* gains;   // [T, gain_stride], the first H; null with Mamba 2
   const float* rate;    // [H], negative
-  const float* bias;    // [H]
-  float* factors;       // [T, H, 2] decay and gain
+  const float* bias;    // [H], of channels [H, K]
+  float* factors;       // [T, H, 2] decay, but of channels, and gain
   int64_t num_heads;
   int64_t num_groups;
   int64_t key_dim;
   int64_t row_stride;
-  int64_t input_stride;
+  int64_t decay_stride;
+  int64_t gain_stride;
   int64_t kind;  // ScanKind
   float query_scale;
   float gain_scale;
+  float floor;  // 0 is none
   float least_step, largest_step;  // limits of dt
 };
 
@@ -75,6 +80,7 @@ struct ScanArgs {
   const float* keys;     // [T, row_stride], the first G K
   const float* values;   // [T, row_stride], the first H V
   const float* factors;  // [T, H, 2] decay and gain
+  const float* decays;   // [T, decay_stride], of channels; the first H K
   const float* skip;     // [H] or null
   float* out;            // [T, H V]
   float* states;         // [N, H, K, V]
@@ -83,6 +89,7 @@ struct ScanArgs {
   int64_t key_dim;
   int64_t value_dim;
   int64_t row_stride;
+  int64_t decay_stride;
   int64_t kind;  // ScanKind
 };
 
@@ -101,14 +108,30 @@ struct RgLruArgs {
   int64_t head_dim;  // C / H
 };
 
+// Mamba's selective scan (arXiv 2312.00752): state[k, c] = e^(rate[k, c] dt) state[k, c] + key[k] dt x[c], where dt =
+// softplus(steps[c]); out[c] = sum_k query[k] state[k, c] + skip[c] x[c].
+struct SelectiveScanArgs {
+  const Step* step;
+  const float* x;        // [T, C]
+  const float* steps;    // [T, C]
+  const float* keys;     // [T, K]
+  const float* queries;  // [T, K]
+  const float* rate;     // [K, C], negative
+  const float* skip;     // [C]
+  float* out;            // [T, C]; may be x
+  float* states;         // [N, K, C]
+  int64_t channels;
+  int64_t key_dim;
+};
+
 enum RowGate : int64_t { kGateSilu = 0, kGateSigmoid = 1, kGateGeluTanh = 2, kGateSoftplus = 3 };
 
 // out = norm(x) weight act(gate), or norm(x act(gate)) weight with gate_first, per group of `size` elements; without a
-// weight, x act(gate).
+// weight, x act(gate); without a gate, norm(x) weight.
 struct GatedRowArgs {
   const Step* step;
   const float* x;       // [T, x_stride], the first `width`
-  const float* gate;    // [T, gate_stride], the first `width`, or one number for each group with shares_gate
+  const float* gate;    // [T, gate_stride], the first `width`, or one for each group with shares_gate; null
   const float* weight;  // [width], or [size] that all groups share; or null
   float* out;           // [T, width]; may be x where that is as wide
   int64_t width;

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights, SelectiveInputs
 from kernels.recurrent.rows import StateRows
 
 LENGTH_EPS = 1e-6
@@ -124,10 +124,14 @@ def mamba2_factors(
 
 
 def delta_factors(
-    decays: Tensor, gains: Tensor, rate: Tensor, bias: Tensor, gain_scale: float
+    decays: Tensor, gains: Tensor, rate: Tensor, bias: Tensor, gain_scale: float, floor: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Decay and gain [T, H] of the gated delta rule (arXiv 2412.06464)."""
-    return torch.exp(rate * softplus(decays.float() + bias)), gain_scale * _sigmoid(gains.float())
+    """Decay and gain [T, H] of the gated delta rule (arXiv 2412.06464); or decays [T, H, K] of channels,
+    whose exponents may have a floor (arXiv 2510.26692).
+    """
+    rate, shifted = rate.view(-1, *[1] * (decays.ndim - 2)), decays.float() + bias
+    exponent = floor * _sigmoid(-rate * shifted) if floor else rate * softplus(shifted)
+    return torch.exp(exponent), gain_scale * _sigmoid(gains.float())
 
 
 def to_length(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -146,23 +150,24 @@ def state_scan(
     *,
     delta: bool,
 ) -> Tensor:
-    """queries, keys [T, G, K] and values [T, H, V] -> [T, H, V], all in float32; decay and gain [T, H].
+    """queries, keys [T, G, K] and values [T, H, V] -> [T, H, V], all in float32; decay [T, H] or [T, H, K],
+    gain [T, H].
 
     state = decay state + key (x) change, out = query . state; the change is gain value, or with the `delta`
     rule gain (value - key . decay state). `states` [N, H, K, V] as in `short_convolution`.
     """
     num_heads = values.shape[1]
     queries, keys = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (queries, keys))
-    out = torch.zeros_like(values)
+    out, decay = torch.zeros_like(values), decay.reshape(*decay.shape[:2], -1, 1)
     for row in step.rows:
         state = torch.zeros_like(states[row.slot]) if row.is_fresh else states[row.slot].clone()
         left = dict(row.snapshots)
         for token in range(row.begin, row.end):
             key, change = keys[token, :, :, None], values[token, :, None]
+            state = decay[token] * state
             if delta:
-                change = change - decay[token, :, None, None] * (key * state).sum(1, keepdim=True)
-            change = gain[token, :, None, None] * change
-            state = decay[token, :, None, None] * state + key * change
+                change = change - (key * state).sum(1, keepdim=True)
+            state = state + key * (gain[token, :, None, None] * change)
             out[token] = (queries[token, :, :, None] * state).sum(1)
             if token + 1 in left:
                 states[left[token + 1]] = state
@@ -190,6 +195,25 @@ def rg_lru(x: Tensor, gates: Tensor, weights: RgLruWeights, states: Tensor, step
     return out
 
 
+def selective_scan(
+    inputs: SelectiveInputs, rate: Tensor, skip: Tensor, states: Tensor, step: StateStep
+) -> Tensor:
+    """-> [T, C]; see RecurrentBackend. Padding rows stay zero."""
+    x, keys, queries = inputs.x, inputs.keys, inputs.queries
+    out, dt = torch.zeros_like(x), softplus(inputs.steps)
+    for row in step.rows:
+        state = torch.zeros_like(rate) if row.is_fresh else states[row.slot, 0].clone()
+        left = dict(row.snapshots)
+        for token in range(row.begin, row.end):
+            taken = keys[token, :, None] * (dt[token] * x[token])
+            state = torch.exp(rate * dt[token]) * state + taken
+            out[token] = (queries[token, :, None] * state).sum(0) + skip * x[token]
+            if token + 1 in left:
+                states[left[token + 1]] = state
+        states[row.slot] = state
+    return out
+
+
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, size: int, gate_first: bool, kind: str
 ) -> Tensor:
@@ -211,6 +235,7 @@ class TorchRecurrent:
 
     short_convolution = staticmethod(short_convolution)
     rg_lru = staticmethod(rg_lru)
+    selective_scan = staticmethod(selective_scan)
     gated_norm = staticmethod(gated_norm)
 
     def place(
@@ -231,6 +256,8 @@ class TorchRecurrent:
             decay, gain = mamba2_factors(decays, weights.rate, weights.bias, weights.limits)
         else:
             queries, keys = to_length(queries, keys.shape[2] ** -0.5), to_length(keys)
-            decay, gain = delta_factors(decays, gains, weights.rate, weights.bias, weights.gain_scale)
+            decay, gain = delta_factors(
+                decays, gains, weights.rate, weights.bias, weights.gain_scale, weights.floor
+            )
         out = state_scan(queries, keys, values, decay, gain, states, step, delta=gains is not None)
         return out if weights.skip is None else out + weights.skip[:, None] * values

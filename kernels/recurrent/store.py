@@ -43,8 +43,8 @@ class StateCache:
     matrix: Any  # [N, H, K, V], or None
 
     def tensors(self) -> list[Any]:
-        """Everything whose first axis is slots."""
-        return [part for part in (self.inputs, self.matrix) if part is not None]
+        """Everything whose first axis is slots; behind one tap there are no inputs."""
+        return [part for part in (self.inputs, self.matrix) if part is not None and part.shape[1]]
 
 
 class NoCache:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.host import on_device
-from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights
+from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights, SelectiveInputs
 from kernels.recurrent.rows import StateRows
 
 _CHANNELS = 256
@@ -153,7 +153,8 @@ def state_scan_kernel(
     rows,
     snapshots,
     row_stride,
-    input_stride,
+    decay_stride,
+    gain_stride,
     num_heads,
     heads_per_group,
     key_dim,
@@ -162,6 +163,8 @@ def state_scan_kernel(
     least,
     largest,
     DELTA: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    FLOOR: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -176,7 +179,11 @@ def state_scan_kernel(
     # A sequence that begins reads no keys of its state.
     kept = (k < tl.where(tl.load(row + 3) == 0, key_dim, 0))[:, None] & has_value[None, :]
     state = tl.load(states + own * matrix + place, mask=kept, other=0.0)
-    speed, shift, passed = tl.load(rate + head), tl.load(bias + head), 0.0
+    speed, passed, of_head = tl.load(rate + head), 0.0, head
+    if BY_CHANNEL:
+        # Channels beyond a key's have one like its first.
+        of_head = head * key_dim + tl.where(has_key, k, 0)
+    shift = tl.load(bias + of_head)
     if HAS_SKIP:
         passed = tl.load(skip + head)
     of_group = (head // heads_per_group) * key_dim + k
@@ -186,19 +193,26 @@ def state_scan_kernel(
             query = tl.load(queries + token * row_stride + of_group, mask=has_key, other=0.0)
             key = tl.load(keys + token * row_stride + of_group, mask=has_key, other=0.0)
             value = tl.load(values + token * row_stride + head * value_dim + v, mask=has_value, other=0.0)
-            step = _softplus(tl.load(decays + token * input_stride + head) + shift)
+            shifted = tl.load(decays + token * decay_stride + of_head) + shift
+            step = _softplus(shifted)
             if DELTA:
                 query = query * (1.0 / tl.sqrt((tl.sum(query * query, axis=0) + 1e-6) * key_dim))
                 key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6))
-                decay = tl.exp(speed * step)
-                known = tl.sum(key[:, None] * state, axis=0)
-                gain = gain_scale * _sigmoid(tl.load(gains + token * input_stride + head))
-                change = gain * (value - decay * known)
             else:
                 step = tl.minimum(tl.maximum(step, least), largest)
-                decay = tl.exp(speed * step)
+            exponent = speed * step
+            if FLOOR < 0.0:
+                exponent = FLOOR * _sigmoid(-speed * shifted)
+            if BY_CHANNEL:
+                state = tl.exp(exponent)[:, None] * state
+            else:
+                state = tl.exp(exponent) * state
+            if DELTA:
+                known = tl.sum(key[:, None] * state, axis=0)
+                change = gain_scale * _sigmoid(tl.load(gains + token * gain_stride + head)) * (value - known)
+            else:
                 change = step * value
-            state = decay * state + key[:, None] * change[None, :]
+            state += key[:, None] * change[None, :]
             result = tl.sum(query[:, None] * state, axis=0)
             if HAS_SKIP:
                 result += passed * value
@@ -247,6 +261,49 @@ def rg_lru_kernel(
             state = tl.where(token == beginning, taken, tl.exp(exponent) * state + rest * taken)
             tl.store(out + token * channels + channel, state, mask=inside)
         tl.store(states + slot * channels + channel, state, mask=inside)
+        begin = end
+
+
+@triton.jit
+def selective_scan_kernel(
+    x,
+    steps,
+    keys,
+    queries,
+    rate,
+    skip,
+    states,
+    out,
+    rows,
+    snapshots,
+    channels,
+    key_dim,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for some channels of a sequence, token by token."""
+    row = rows + 6 * tl.program_id(0).to(tl.int64)
+    channel, k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    inside, has_key = channel < channels, k < key_dim
+    place = k[:, None] * channels + channel[None, :]
+    own, begin, row_end, last = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 5)
+    # A sequence that begins reads no keys of its state.
+    kept = (k < tl.where(tl.load(row + 3) == 0, key_dim, 0))[:, None] & inside[None, :]
+    state = tl.load(states + own * key_dim * channels + place, mask=kept, other=0.0)
+    speed = tl.load(rate + place, mask=has_key[:, None] & inside[None, :], other=0.0)
+    passed = tl.load(skip + channel, mask=inside, other=0.0)
+    for each in range(tl.load(row + 4), last + 1):
+        end, slot = _next_part(snapshots, each, last, row_end, own)
+        for token in range(begin, end):
+            taken = tl.load(x + token * channels + channel, mask=inside, other=0.0)
+            dt = _softplus(tl.load(steps + token * channels + channel, mask=inside, other=0.0))
+            key = tl.load(keys + token * key_dim + k, mask=has_key, other=0.0)
+            query = tl.load(queries + token * key_dim + k, mask=has_key, other=0.0)
+            state = tl.exp(speed * dt[None, :]) * state + key[:, None] * (dt * taken)[None, :]
+            result = tl.sum(query[:, None] * state, axis=0) + passed * taken
+            tl.store(out + token * channels + channel, result, mask=inside)
+        to = states + slot * key_dim * channels + place
+        tl.store(to, state, mask=has_key[:, None] & inside[None, :])
         begin = end
 
 
@@ -311,12 +368,11 @@ def _keep_inputs(x: Tensor, states: Tensor, step: StateTable) -> None:
 
 def _check_strides(inputs: ScanInputs) -> None:
     """Axes of one element have any stride."""
-    queries, keys, values, decays, gains = inputs
-    for part in (queries, keys, values):
+    queries, keys, values, decays, _ = inputs
+    for part in (queries, keys, values, *((decays,) if decays.ndim == 3 else ())):
         assert part.shape[1] == 1 or part.stride(1) == part.shape[2], "heads of a row lie side by side"
     if values.shape[0] > 1:
         assert queries.stride(0) == keys.stride(0) == values.stride(0), "they are parts of the same rows"
-        assert gains is None or gains.stride(0) == decays.stride(0), "they are parts of the same rows"
 
 
 class TritonRecurrent:
@@ -376,7 +432,7 @@ class TritonRecurrent:
         return out
 
     def scan(self, inputs: ScanInputs, weights: ScanWeights, states: Tensor, step: StateTable) -> Tensor:
-        """See RecurrentBackend. Queries, keys and values lie in the same rows, decays and gains as well."""
+        """See RecurrentBackend. Queries, keys and values lie in the same rows."""
         queries, keys, values, decays, gains = inputs
         _check_strides(inputs)
         (num_heads, value_dim), key_dim = values.shape[1:], keys.shape[2]
@@ -398,6 +454,7 @@ class TritonRecurrent:
             step.snapshots,
             values.stride(0),
             decays.stride(0),
+            0 if gains is None else gains.stride(0),
             num_heads,
             num_heads // keys.shape[1],
             key_dim,
@@ -405,6 +462,8 @@ class TritonRecurrent:
             weights.gain_scale,
             *weights.limits,
             DELTA=gains is not None,
+            BY_CHANNEL=decays.ndim == 3,
+            FLOOR=weights.floor,
             HAS_SKIP=weights.skip is not None,
             KEYS=block,
             VALUES=width,
@@ -432,6 +491,30 @@ class TritonRecurrent:
             channels,
             channels // gates.shape[1],
             BLOCK=_UNITS,
+            num_warps=1,
+        )
+        return out
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, rate: Tensor, skip: Tensor, states: Tensor, step: StateTable
+    ) -> Tensor:
+        """See RecurrentBackend."""
+        assert all(part.is_contiguous() for part in inputs), "rows lie side by side"
+        (key_dim, channels), out = rate.shape, torch.zeros_like(inputs.x)
+        block = triton.next_power_of_2(key_dim)
+        width = min(_UNITS, max(1, _STATE_ELEMENTS // block))
+        selective_scan_kernel[(step.rows.shape[0], triton.cdiv(channels, width))](
+            *inputs,
+            rate,
+            skip,
+            states,
+            out,
+            step.rows,
+            step.snapshots,
+            channels,
+            key_dim,
+            KEYS=block,
+            BLOCK=width,
             num_warps=1,
         )
         return out

@@ -89,6 +89,7 @@ def test_gates_are_invariant_and_right(name: str, dtype: torch.dtype, size: int)
         "gelu": torch.nn.functional.gelu(first) * second,
         "gelu_tanh": torch.nn.functional.gelu(first, approximate="tanh") * second,
     }
+    known["relu"] = torch.nn.functional.relu(first) * second
     known["relu2"] = torch.nn.functional.relu(first).square() * second
     if name in known:
         tolerance = 1e-5 if dtype == torch.float32 else 0.1

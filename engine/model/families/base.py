@@ -17,6 +17,7 @@ NORM_EPS_KEY = "rms_norm_eps"
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
+    "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
@@ -107,6 +108,11 @@ def some_rotate(rope: RopeSpec, rotates: Sequence[bool]) -> dict[str, Any]:
 def unturned(rope: RopeSpec) -> RopeSpec:
     """Of layers that do not turn queries and keys, in a model whose others do so."""
     return msgspec.structs.replace(rope, kind="default", rotary_dim=0, parameters={})
+
+
+def standing(rope: RopeSpec) -> RopeSpec:
+    """Of latent attention that turns nothing: the pairs of its keys that are turned elsewhere stand still."""
+    return msgspec.structs.replace(rope, kind="proportional", parameters={"turning_share": 0.0})
 
 
 def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:

@@ -34,6 +34,7 @@ _TEXT_MODELS = {
     "hyperclovax": "HyperCLOVAXForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
@@ -99,13 +100,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULTS["gemma4_unified_text"] = _DEFAULTS["gemma4_text"] | {"max_position_embeddings": 262_144}
 _PREFIXES = (
     (r"^thinker\.", ""),
-    (r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
+    (r"^(model\.)?(language_model|text_model)\.(model\.|backbone\.)?", "model."),
     (r"^model\.lm_head\.", "lm_head."),
 )
 _SKIPPED = (
     r"(mtp|talker|token2wav|code2wav)\.|(thinker\.)?(model\.)?(vision_tower|vision_model|vision_encoder|vision_embedder|visual|visual_embeddings_table|"
     r"connector|multi_modal_projector|mm_projector|projector|vision_projector|vision_projection|image_tower|"
-    r"video_tower|aligner|mlp1|merger|audio_tower|embed_vision|embed_audio|image_newline)(\.|$)"
+    r"video_tower|aligner|mlp1|merger|audio_tower|sound_encoder|sound_projection|vision_final_layernorm|embed_vision|embed_audio|image_newline)(\.|$)"
 )
 WHOLES = (
     "AyaVisionForConditionalGeneration",
@@ -136,6 +137,7 @@ WHOLES = (
     "MiniCPMV4_6ForConditionalGeneration",
     "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "NemotronH_Omni_Reasoning_V3",
     "Ovis2ForConditionalGeneration",
     "QianfanOCRForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -160,7 +162,7 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
     """The text model of a whole whose configuration is nested, or flat as Qwen2-VL's first ones are."""
     # What a model that speaks as well thinks with.
     config = ConfigReader(config.values.get("thinker_config") or config.values, config.source)
-    text = config.values.get("text_config") or config.values
+    text = config.values.get("text_config") or config.values.get("llm_config") or config.values
     if not isinstance(text, dict):
         raise CheckpointError(f"{config.source}: text_config = {text!r} is not a table of keys")
     kind = text.get("model_type")

@@ -53,6 +53,10 @@ _WITH: dict[str, dict[str, Any]] = {
     "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention", "mamba"] * 6},
     "MiMoV2FlashForCausalLM": {"num_key_value_heads": 2},
+    "OPTForCausalLM": {"ffn_dim": 64},
+    "MiniMaxForCausalLM": {"sliding_window": None},
+    "MiniMaxM1ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
+    "MiniMaxText01ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
     "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
@@ -61,7 +65,9 @@ _WITH: dict[str, dict[str, Any]] = {
 # What some families refuse, or read otherwise.
 _WITHOUT = {
     "GraniteMoeForCausalLM": "shared_intermediate_size",
+    "MiniMaxM1ForCausalLM": "shared_intermediate_size",
     "MiniMaxM2ForCausalLM": "shared_intermediate_size",
+    "MiniMaxText01ForCausalLM": "shared_intermediate_size",
 }
 _PLACEMENTS = {
     "pre": "before half layers",
@@ -76,7 +82,9 @@ _STATES = {
     "convolution": "short convolutions",
     "mamba2": "Mamba 2",
     "delta": "the gated delta rule",
+    "linear": "linear attention at fixed rates",
     "rg_lru": "recurrent units (RG-LRU)",
+    "selective": "Mamba",
 }
 HEADINGS = ("architecture", "attention", "norms", "feed-forward", "forms")
 FORM_HEADINGS = ("form", "bits on CPUs", "bits elsewhere")
@@ -207,7 +215,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
         yield "windows" if all(sliding) else "windows in some layers"
     if spec.state is not None:
         beside = " beside it" if set(spec.state.layers) <= set(spec.attending) else " in other layers"
-        yield _STATES[spec.state.kind] + beside
+        channels = " with decays by channel" if spec.state.channel_decays else ""
+        yield _STATES[spec.state.kind] + channels + beside
     if spec.attention_gate != "none":
         yield "a gate behind it"
     yield from _positions(spec)
@@ -224,9 +233,10 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
 def _positions(spec: ModelSpec) -> Iterator[str]:
     if spec.learned_positions:
         yield "learned positions"
-    turned = {spec.ropes[each].rotary_dim for each in spec.rope_of_layer}
+    ropes = [spec.ropes[each] for each in spec.rope_of_layer]
+    turned = {rope.rotary_dim if rope.parameters.get("turning_share") != 0 else 0 for rope in ropes}
     if turned == {0} and not spec.learned_positions:
-        yield "rotation where stated"
+        yield "no rotation" if spec.latent else "rotation where stated"
     if 0 in turned and len(turned) > 1:
         yield "no rotation in some layers"
     if not spec.latent and 0 < max(turned) < spec.head_dim:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.library import NativeLibrary, Op, StepStruct
-from kernels.recurrent.backends import RgLruWeights
+from kernels.recurrent.backends import RgLruWeights, SelectiveInputs
 from kernels.recurrent.native import (
     GATES,
     SCANS,
@@ -20,6 +20,7 @@ from kernels.recurrent.native import (
     RgLruArgs,
     ScanArgs,
     ScanInputsArgs,
+    SelectiveScanArgs,
     ShortConvolutionArgs,
 )
 from kernels.recurrent.reference import (
@@ -27,6 +28,7 @@ from kernels.recurrent.reference import (
     gated_norm,
     mamba2_factors,
     rg_lru,
+    selective_scan,
     short_convolution,
     state_scan,
     to_length,
@@ -90,13 +92,17 @@ class Scan:
     keys: int
     values: int
     num_tokens: int
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         self.rows = torch.randn(
             self.num_tokens, 2 * self.groups * self.keys + self.heads * self.values
         )  # queries, keys, values
-        self.steps = torch.randn(self.num_tokens, 2 * self.heads)
-        self.rate, self.bias = -torch.rand(self.heads) - 0.05, torch.randn(self.heads)
+        # Decays, and behind them gains.
+        self.by_channel = self.kind == "channels"
+        self.num_decays = self.heads * (self.keys if self.by_channel else 1)
+        self.steps = 3 * torch.randn(self.num_tokens, self.num_decays + self.heads)
+        self.rate, self.bias = -torch.rand(self.heads) - 0.05, torch.randn(self.num_decays)
         self.skip = torch.randn(self.heads)
 
     def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +111,7 @@ class Scan:
 
     def native(self, library: NativeLibrary, batch: Batch, states: Tensor, chosen: Tensor | None) -> Tensor:
         """Of the rows chosen from the inputs."""
-        rows, steps = self.rows.clone(), self.steps
+        rows, steps = self.rows.clone(), self.steps.clone()
         if chosen is not None:
             rows, steps = rows[chosen].contiguous(), steps[chosen].contiguous()
         factors = torch.full((len(rows), self.heads, 2), NAN)
@@ -125,10 +131,12 @@ class Scan:
         }
         inputs = ScanInputsArgs(
             decays=steps.data_ptr(),
-            gains=steps[:, self.heads :].data_ptr() if self.kind == "delta" else None,
+            gains=None if self.kind == "mamba2" else steps[:, self.num_decays :].data_ptr(),
             rate=self.rate.data_ptr(),
             bias=self.bias.data_ptr(),
-            input_stride=steps.stride(0),
+            decay_stride=steps.stride(0),
+            gain_stride=steps.stride(0),
+            floor=self.floor,
             query_scale=self.keys**-0.5,
             gain_scale=2.0,
             least_step=0.1,
@@ -139,6 +147,8 @@ class Scan:
         scan = ScanArgs(
             values=values.data_ptr(),
             skip=self.skip.data_ptr() if self.kind == "mamba2" else None,
+            decays=steps.data_ptr() if self.by_channel else None,
+            decay_stride=steps.stride(0),
             out=out.data_ptr(),
             states=states.data_ptr(),
             value_dim=self.values,
@@ -150,14 +160,16 @@ class Scan:
     def reference(self, batch: Batch, states: Tensor) -> Tensor:
         flat_queries, flat_keys, flat_values = self.parts(self.rows)
         queries, keys = (part.unflatten(1, (self.groups, -1)) for part in (flat_queries, flat_keys))
-        values, decays = flat_values.unflatten(1, (self.heads, -1)), self.steps[:, : self.heads]
-        is_delta = self.kind == "delta"
+        values, decays = flat_values.unflatten(1, (self.heads, -1)), self.steps[:, : self.num_decays]
+        is_delta, bias = self.kind != "mamba2", self.bias
+        if self.by_channel:
+            decays, bias = decays.unflatten(1, (self.heads, -1)), bias.view(self.heads, -1)
         if is_delta:
             queries, keys = to_length(queries, self.keys**-0.5), to_length(keys)
-            gains = self.steps[:, self.heads :]
-            decay, gain = delta_factors(decays, gains, self.rate, self.bias, 2.0)
+            gains = self.steps[:, self.num_decays :]
+            decay, gain = delta_factors(decays, gains, self.rate, bias, 2.0, self.floor)
         else:
-            decay, gain = mamba2_factors(decays, self.rate, self.bias, (0.1, float("inf")))
+            decay, gain = mamba2_factors(decays, self.rate, bias, (0.1, float("inf")))
         out = state_scan(queries, keys, values, decay, gain, states, batch.reference(), delta=is_delta)
         return out if is_delta else out + self.skip[:, None] * values
 
@@ -166,10 +178,12 @@ class Scan:
     ("heads", "groups", "keys", "values"),
     [(1, 1, 1, 1), (4, 2, 5, 7), (6, 3, 16, 16), (2, 2, 33, 65), (3, 1, 128, 130), (2, 1, 7, 200)],
 )
-@pytest.mark.parametrize("kind", SCANS)
-def test_scan(native: NativeLibrary, kind: str, heads: int, groups: int, keys: int, values: int) -> None:
+@pytest.mark.parametrize(("kind", "floor"), [*((kind, 0.0) for kind in SCANS), ("channels", -5.0)])
+def test_scan(
+    native: NativeLibrary, kind: str, floor: float, heads: int, groups: int, keys: int, values: int
+) -> None:
     torch.manual_seed(heads + keys + values)
-    scan = Scan(kind, heads, groups, keys, values, BATCH.num_tokens)
+    scan = Scan(kind, heads, groups, keys, values, BATCH.num_tokens, floor)
     before = states_of(heads, keys, values)
     ours, theirs = before.clone(), before.clone()
     out = scan.native(native, BATCH, ours, None)
@@ -265,6 +279,89 @@ def test_units_of_a_prompt_in_pieces_have_the_bits_of_the_whole(native: NativeLi
     assert torch.equal(torch.cat(outs), together)
     for slot in (1, 2):
         assert torch.equal(states[0, slot], states[1, slot])
+
+
+@dataclass
+class Selection:
+    """Inputs of a selective scan over a batch."""
+
+    keys: int
+    channels: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        count, keys, channels = self.num_tokens, self.keys, self.channels
+        sizes = {"x": channels, "steps": channels, "keys": keys, "queries": keys}
+        self.inputs = SelectiveInputs(**{name: torch.randn(count, size) for name, size in sizes.items()})
+        self.rate, self.skip = -torch.rand(keys, channels) - 0.05, torch.randn(channels)
+
+    def native(
+        self, library: NativeLibrary, batch: Batch, states: Tensor, tokens: slice = slice(None)
+    ) -> Tensor:
+        step, parts = batch.native(), [part[tokens].contiguous() for part in self.inputs]
+        out = torch.full_like(parts[0], NAN)
+        named = zip(SelectiveInputs._fields, parts, strict=True)
+        args = SelectiveScanArgs(
+            step=ctypes.addressof(step),
+            **{name: part.data_ptr() for name, part in named},
+            rate=self.rate.data_ptr(),
+            skip=self.skip.data_ptr(),
+            out=out.data_ptr(),
+            states=states.data_ptr(),
+            channels=self.channels,
+            key_dim=self.keys,
+        )
+        run(library, "selective_scan", args)
+        return out
+
+
+@pytest.mark.parametrize(("keys", "channels"), [(1, 1), (5, 7), (16, 33), (16, 300)])
+def test_selective_scan(native: NativeLibrary, keys: int, channels: int) -> None:
+    torch.manual_seed(keys + channels)
+    scan = Selection(keys, channels, BATCH.num_tokens)
+    ours = states_of(1, keys, channels)
+    theirs = ours.clone()
+    out = scan.native(native, BATCH, ours)
+    expected = selective_scan(scan.inputs, scan.rate, scan.skip, theirs, BATCH.reference())
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_a_selection_in_pieces_has_the_bits_of_the_whole(native: NativeLibrary, cut: int) -> None:
+    torch.manual_seed(cut)
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    scan = Selection(6, 40, whole.num_tokens)
+    states = torch.full((2, NUM_SLOTS, 1, 6, 40), NAN)
+    together, outs = scan.native(native, whole, states[0])[:17], []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        outs.append(scan.native(native, piece, states[1], slice(begin, end)))
+    assert torch.equal(torch.cat(outs), together)
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_rows_without_a_gate_are_normed_alone(native: NativeLibrary, size: int) -> None:
+    torch.manual_seed(size)
+    x, weight, step = torch.randn(5, 3 * size), torch.randn(size), StepStruct(num_tokens=5)
+    out = torch.full((5, size), NAN)
+    args = GatedRowArgs(
+        step=ctypes.addressof(step),
+        x=x[:, size:].data_ptr(),
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        width=size,
+        size=size,
+        x_stride=3 * size,
+        eps=1e-5,
+    )
+    run(native, "gated_norm", args)
+    part = x[:, size : 2 * size]
+    expected = part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    torch.testing.assert_close(out, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 100])

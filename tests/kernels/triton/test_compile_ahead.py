@@ -29,7 +29,7 @@ CHOSEN = (
     ),
     *("experts, 1000 rows each", "invariant bfloat16", "Qwen3", "norm 4096", "rope and store, bfloat16"),
     *("gate silu", "blocks out", "blocks in", "draw", "adapters of rank 16, bfloat16, 5 rows"),
-    *("delta rule, Qwen3-Next", "recurrent units"),
+    *("delta rule, Qwen3-Next", "recurrent units", "selective scan"),
 )
 COMMAND = [sys.executable, "-m", "benchmarks.gpu.compile_ahead"]
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.recurrent.backends import RecurrentBackend, RgLruWeights, ScanInputs, ScanWeights
+from kernels.recurrent.backends import (
+    RecurrentBackend,
+    RgLruWeights,
+    ScanInputs,
+    ScanWeights,
+    SelectiveInputs,
+)
 from kernels.recurrent.reference import TorchRecurrent
 from kernels.recurrent.triton_recurrent import TritonRecurrent
 from tests.kernels.drawn import drawn
@@ -68,31 +74,37 @@ SIZES = [(1, 1, 1, 1), (4, 2, 5, 7), (6, 3, 16, 16), (2, 2, 33, 65), (2, 1, 128,
 class Layer:
     """Random weights, and inputs of so many tokens."""
 
-    def __init__(self, kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> None:
+    def __init__(
+        self, kind: str, sizes: tuple[int, int, int, int], num_tokens: int, floor: float = 0.0
+    ) -> None:
         heads, groups, keys, values = sizes
         self.shape = heads, keys, values
+        self.by_channel = kind == "channels"
+        self.num_decays = heads * (keys if self.by_channel else 1)
+        bias = drawn(self.num_decays, seed=1)
         self.weights = ScanWeights(
             rate=-drawn(heads).abs() - 0.05,
-            bias=drawn(heads, seed=1),
+            bias=bias.view(heads, keys) if self.by_channel else bias,
             skip=drawn(heads, seed=2) if kind == "mamba2" else None,
             gain_scale=2.0,
             limits=(0.1, float("inf")),
+            floor=floor,
         )
         self.rows = drawn(num_tokens, 2 * groups * keys + heads * values, seed=3)
-        self.steps = 3 * drawn(num_tokens, 2 * heads, seed=4)
+        self.steps = 3 * drawn(num_tokens, self.num_decays + heads, seed=4)
         self.groups = groups
 
     def inputs(self, tokens: slice, device: torch.device) -> ScanInputs:
         """Of some of the tokens, with padding."""
         rows, steps = (padded(part[tokens]).to(device) for part in (self.rows, self.steps))
         heads, keys, values = self.shape
-        size = self.groups * keys
+        size, decays = self.groups * keys, steps[:, : self.num_decays]
         return ScanInputs(
             queries=rows[:, :size].view(-1, self.groups, keys),
             keys=rows[:, size : 2 * size].view(-1, self.groups, keys),
             values=rows[:, 2 * size :].view(-1, heads, values),
-            decays=steps[:, :heads],
-            gains=steps[:, heads:] if self.weights.skip is None else None,
+            decays=decays.view(-1, heads, keys) if self.by_channel else decays,
+            gains=steps[:, self.num_decays :] if self.weights.skip is None else None,
         )
 
     def scanned(
@@ -114,10 +126,12 @@ class Layer:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["mamba2", "delta"])
-def test_scan(device: torch.device, kind: str, sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "floor"), [("mamba2", 0.0), ("delta", 0.0), ("channels", 0.0), ("channels", -5.0)]
+)
+def test_scan(device: torch.device, kind: str, floor: float, sizes: tuple[int, int, int, int]) -> None:
     torch.manual_seed(sum(sizes))
-    layer = Layer(kind, sizes, BATCH.num_tokens)
+    layer = Layer(kind, sizes, BATCH.num_tokens, floor)
     ours = states_of(*layer.shape)
     theirs = ours.clone()
     out = layer.scanned(TritonRecurrent(), device, BATCH, ours)
@@ -126,7 +140,7 @@ def test_scan(device: torch.device, kind: str, sizes: tuple[int, int, int, int])
     torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "delta"])
+@pytest.mark.parametrize("kind", ["mamba2", "delta", "channels"])
 @pytest.mark.parametrize("cut", [1, 6, 16])
 def test_a_prompt_in_pieces_and_alone_has_the_bits_of_the_whole(
     device: torch.device, kind: str, cut: int
@@ -210,6 +224,53 @@ def test_units_of_a_prompt_in_pieces_have_the_bits_of_the_whole(device: torch.de
         piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
         taken = inputs[0][begin:end], inputs[1][begin:end]
         outs.append(advanced(backend, device, piece, taken, weights, states[1]))
+    assert torch.equal(torch.cat(outs), together)
+    for slot in (1, 2):
+        assert torch.equal(states[0, slot], states[1, slot])
+
+
+def selected(
+    backend: RecurrentBackend, device: torch.device, batch: Batch, inputs: SelectiveInputs, states: Tensor
+) -> Tensor:
+    """What a selective scan gives; moves `states` on."""
+    keys, channels = states.shape[2:]
+    rate, skip = -drawn(keys, channels, seed=5).abs() - 0.05, drawn(channels, seed=6)
+    moved = states.to(device)
+    taken = SelectiveInputs(*(padded(part).to(device) for part in inputs))
+    step = placed(backend, batch, device)
+    out = backend.selective_scan(taken, rate.to(device), skip.to(device), moved, step)
+    states.copy_(moved)
+    return out.cpu()[:-PADDING]
+
+
+def selective_inputs(num_tokens: int, keys: int, channels: int) -> SelectiveInputs:
+    sizes = (channels, channels, keys, keys)
+    return SelectiveInputs(*(drawn(num_tokens, size, seed=seed) for seed, size in enumerate(sizes)))
+
+
+@pytest.mark.parametrize(("keys", "channels"), [(1, 1), (5, 7), (16, 100)])
+def test_selective_scan(device: torch.device, keys: int, channels: int) -> None:
+    torch.manual_seed(keys + channels)
+    inputs, ours = selective_inputs(BATCH.num_tokens, keys, channels), states_of(1, keys, channels)
+    theirs = ours.clone()
+    found = selected(TritonRecurrent(), device, BATCH, inputs, ours)
+    expected = selected(TorchRecurrent(), torch.device("cpu"), BATCH, inputs, theirs)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [1, 6, 16])
+def test_a_selection_in_pieces_has_the_bits_of_the_whole(device: torch.device, cut: int) -> None:
+    whole = Batch(rows=[(0, 17), (0, 4)], slots=[2, 5], snapshots=[((8, 1),), ()])
+    inputs = selective_inputs(whole.num_tokens, 6, 40)
+    states, backend = torch.full((2, NUM_SLOTS, 1, 6, 40), NAN), TritonRecurrent()
+    together = selected(backend, device, whole, inputs, states[0])[:17]
+    outs = []
+    for begin, end in ((0, cut), (cut, 17)):
+        copies = (((8, 1),) if begin < 8 <= end else (),)
+        piece = Batch(rows=[(begin, end - begin)], slots=[2], snapshots=list(copies))
+        taken = SelectiveInputs(*(part[begin:end] for part in inputs))
+        outs.append(selected(backend, device, piece, taken, states[1]))
     assert torch.equal(torch.cat(outs), together)
     for slot in (1, 2):
         assert torch.equal(states[0, slot], states[1, slot])

@@ -20,6 +20,23 @@ SPARSE = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 24,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KDA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "linear_head_dim": 12,
+    "linear_num_heads": 3,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+}
 MAMBA = {
     "num_hidden_layers": 3,
     "mamba_n_heads": 8,
@@ -75,6 +92,54 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("qwen3_5_text", DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", DELTA | SPARSE),
+    "kimi-linear": ("kimi_linear", KDA),
+    "kimi-linear-heads": (
+        "kimi_linear",
+        KDA
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "linear_head_dim": 20,
+            "linear_num_heads": 5,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 24,
+            "num_shared_experts": 2,
+            "moe_renormalize": False,
+            "attention_bias": True,
+        },
+    ),
+    "bailing": (
+        "bailing_hybrid",
+        KDA | {"num_hidden_layers": 3, "head_dim": 12, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "bailing-soft": (
+        "bailing_hybrid",
+        {key: value for key, value in KDA.items() if not key.startswith("linear_")}
+        | {"kda_safe_gate": False, "head_dim": 20, "num_attention_heads": 5, "num_key_value_heads": 5},
+    ),
+    "minimax": ("minimax", {"num_hidden_layers": 4, "head_dim": 12} | EXPERTS),
+    "minimax-factors": (
+        "minimax",
+        EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                *["linear_attention"] * 2,
+            ],
+            "head_dim": 20,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "sliding_window": 11,
+            "block_size": 8,
+            **{f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")},
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
     "bamba-limits": (
         "bamba",
@@ -173,6 +238,26 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid": (
         "olmo_hybrid",
         {key: value for key, value in DELTA.items() if key != "head_dim"} | {"rope_parameters": None},
+    ),
+    "jamba": (
+        "jamba",
+        EXPERTS | {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},
+    ),
+    "jamba-dense": (
+        "jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 5,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
     ),
     "recurrent-gemma": (
         "recurrent_gemma",

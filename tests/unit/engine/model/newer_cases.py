@@ -27,6 +27,8 @@ GROUPED: dict[str, Any] = {
     "topk_group": 2,
 }
 
+OPT: dict[str, Any] = {"ffn_dim": 88, "word_embed_proj_dim": 48}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
         "afmoe",
@@ -204,4 +206,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-serial": ("falcon", {"multi_query": False, "parallel_attn": False}),
     "gptj": ("gptj", {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 256, "rotary_dim": 6}),
     "olmo": ("olmo", {"attention_bias": True}),
+    "opt": ("opt", OPT),
+    "opt-plain": (
+        "opt",
+        OPT
+        | {
+            "num_attention_heads": 3,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
 }

@@ -459,6 +459,9 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("falcon", {"alibi": True}),
         ("gptj", {"rotary_dim": 7}),
         ("olmo", {"clip_qkv": 8.0}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"word_embed_proj_dim": 24}),
+        ("opt", {"_remove_final_layer_norm": True}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +16,7 @@ from engine.model.families import read_spec
 from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.spec import CheckpointError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
+from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.model.newer_cases import CASES
 from tests.unit.engine.runner.driver import Job, generated, prompt_of
 
@@ -77,10 +80,12 @@ def test_the_layer_that_drafts_is_left_out(tmp_path: Path) -> None:
     assert job.output == reference_greedy(oracle, job.prompt, 4)
 
 
-@pytest.mark.parametrize("name", ["laguna", "lfm3", "mimo-v2", "afmoe"])
+@pytest.mark.parametrize(
+    "name", ["laguna", "lfm3", "mimo-v2", "afmoe", "kimi-linear", "bailing", "minimax-factors", "jamba"]
+)
 @pytest.mark.parametrize("quantize", ["int8", "w8a8"])
 def test_new_parts_of_layers_are_quantized_as_others(name: str, quantize: str, tmp_path: Path) -> None:
-    model_type, changes = CASES[name]
+    model_type, changes = (CASES | HYBRIDS)[name]
     make_checkpoint(tmp_path, model_type, **changes)
     for options in ({"native": "required"}, {"attention_backend": "torch"}):
         (job,) = generated(tmp_path, [Job(prompt_of(20, 199), num_tokens=3)], quantize=quantize, **options)
@@ -109,6 +114,33 @@ def test_published_configurations_of_mimo_say_the_same(tmp_path: Path) -> None:
         swa_v_head_dim=10,
     )
     assert read_spec(tmp_path) == saved
+
+
+def test_published_configurations_of_kimi_linear_and_minimax_say_the_same(tmp_path: Path) -> None:
+    """Kimi Linear's layers are counted from one; MiniMax-Text-01 has ones for layers that attend."""
+    kimi, minimax = tmp_path / "kimi", tmp_path / "minimax"
+    make_checkpoint(kimi, HYBRIDS["kimi-linear"][0], **HYBRIDS["kimi-linear"][1])
+    saved, unsaid = read_spec(kimi), dict.fromkeys(("layer_types", "mlp_layer_types", "linear_head_dim"))
+    published = {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 12, "num_heads": 3}
+    edit_config(kimi, **unsaid, linear_num_heads=None, linear_attn_config=published, first_k_dense_replace=1)
+    assert read_spec(kimi) == saved
+    make_checkpoint(minimax, HYBRIDS["minimax-factors"][0], **HYBRIDS["minimax-factors"][1])
+    saved, unsaid = read_spec(minimax), {"layer_types": None}
+    given = json.loads((minimax / "config.json").read_text())
+    older = {}
+    for ours, theirs in (
+        ("full_attn", "full_attention"),
+        ("linear_attn", "linear_attention"),
+        ("mlp", "mlp"),
+    ):
+        for part in ("alpha", "beta"):
+            unsaid[f"{ours}_{part}_factor"] = None
+            older[f"layernorm_{theirs}_{part}"] = given[f"{ours}_{part}_factor"]
+    architectures = ["MiniMaxText01ForCausalLM"]
+    edit_config(
+        minimax, **unsaid, **older, architectures=architectures, attn_type_list=[0, 0, 1, 0, 0], postnorm=True
+    )
+    assert msgspec.structs.replace(read_spec(minimax), architecture=saved.architecture) == saved
 
 
 def test_smaller_values_take_less_memory(tmp_path: Path) -> None:

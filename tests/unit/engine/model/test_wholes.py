@@ -66,6 +66,14 @@ EXPERTS = {
     "moe_intermediate_size": 20,
     "n_shared_experts": 2,
 }
+MAMBA = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "ssm_state_size": 20,
+    "n_groups": 3,
+}
 CLIP, SIGLIP, PIXTRAL = (
     VISION | {"model_type": name} for name in ("clip_vision_model", "siglip_vision_model", "pixtral")
 )
@@ -216,6 +224,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "topk_group": 1,
             },
             "vision_config": VISION,
+        },
+    ),
+    "nemotron-omni": (
+        "nemotron_h_omni",
+        {
+            "text_config": MAMBA | {"model_type": "nemotron_h"},
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+                "image_size": 16,
+                "max_img_size": 32,
+                "video_temporal_patch_size": 2,
+            },
+            "vision_hidden_size": 16,
+            "projector_hidden_size": 24,
         },
     ),
     "hyperclovax-vision": ("hyperclovax_vision_v2", seen("hyperclovax", DEEP)),

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 Numbers = NDArray[np.float32]
 # Those whose rows of q and k are reordered, those with one added to norms, and those whose heads take turns.
 PAIRED = ("granitehybrid", "granitemoe", "mistral3")
+LATENT = ("deepseek2", "kimi-linear")
 SHIFTED = ("qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")
 TURNING = ("attn_qkv", "ssm_conv1d", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_out")
@@ -120,7 +121,8 @@ def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[st
             stem = each[1].removesuffix(".norms")
             if stem.endswith(".mixer.experts"):
                 stem = stem.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
-            stem = stem.removeprefix("model.") if ".feed_forward." in stem else stem
+            if ".feed_forward." in stem and arch != "jamba":
+                stem = stem.removeprefix("model.")
             stacks.setdefault(f"{stem}{each[3] or ''}.weight", {})[int(each[2])] = values
         elif arch == "gpt-oss" and ".experts." in name:
             yield from _of_gpt_oss(name, values)
@@ -130,13 +132,15 @@ def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[st
             stem = stem.replace(".shared_mlp", shared)
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
                 yield f"{stem}.{part}_proj.weight", half
-        elif arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+        elif arch in LATENT and name.endswith("kv_b_proj.weight"):
             yield from _of_latents(name, values)
         elif arch == "qwen3next" and "in_proj_qkvz" in name:
             yield from _of_qkvz(name, values)
         else:
             own = name.replace(".block_sparse_moe.output_linear", ".mlp.experts.down_proj")
             own = own.replace(".shared_mlp.output_linear", f"{shared}.down_proj")
+            # As they are published, of layers without experts.
+            own = re.sub(r"\.block_sparse_moe\.(?=\w+_proj\.)", ".mlp.", own)
             yield (f"{own}.weight" if own.endswith("experts.down_proj") else own), values
     for name, parts in stacks.items():
         yield name, np.stack([parts[index] for index in sorted(parts)])
@@ -212,7 +216,9 @@ def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any])
         return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
     if target.endswith("ssm_a"):
         values = -np.exp(values)
-    if target.endswith(("ssm_a", "ssm_d")) and arch not in SHIFTED:
+    if arch == "kimi-linear":
+        return values.reshape(1, -1, 1, values.shape[-1]) if "_conv1d" in target else values
+    if target.endswith(("ssm_a", "ssm_d")) and arch not in (*SHIFTED, "jamba"):
         return values[:, None]
     if "ssm_norm" in target and arch not in SHIFTED:
         return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)

@@ -56,6 +56,13 @@ MAMBA = {
     "ssm.state_size": 20,
     "ssm.time_step_rank": 8,
 }
+JAMBA = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 96,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 3,
+    "attention.head_count_kv": [0, 2, 0, 0],
+}
 HYBRID = GRANITE | MAMBA | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
 # Case of the families' tests to its architecture there, and what it says besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,6 +121,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRID | {"expert_count": 4, "expert_shared_feed_forward_length": 24},
     ),
     "falcon-h1": ("falcon-h1", MAMBA),
+    "kimi-linear": (
+        "kimi-linear",
+        {key: value for key, value in LATENT.items() if key != "attention.q_lora_rank"}
+        | {"attention.head_count_kv": [0, 4, 0], "kda.head_dim": 12, "ssm.conv_kernel": 4}
+        | {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1, "expert_gating_func": 2}
+        | {"expert_group_count": 4, "expert_group_used_count": 2, "context_length": 256}
+        | {"expert_weights_scale": 2.446, "expert_weights_norm": True},
+    ),
+    "jamba": ("jamba", JAMBA | {"expert_count": 4}),
+    "jamba-dense": (
+        "jamba",
+        JAMBA
+        | {"ssm.conv_kernel": 3, "ssm.inner_size": 144, "ssm.state_size": 6, "ssm.time_step_rank": 5}
+        | {"attention.head_count_kv": [0, 0, 2]},
+    ),
     "gpt-neox": ("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": True}),
     "gpt-neox-serial": ("gptneox", {"rope.dimension_count": 6, "use_parallel_residual": False}),
     "nemotron-h-moe": (

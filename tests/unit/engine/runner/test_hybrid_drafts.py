@@ -28,7 +28,7 @@ from tests.unit.engine.runner.test_states import engine
 
 VOCABULARY = 2048
 # The delta rule, Mamba 2, short convolutions; real-gated units, in layers that have a window beside them.
-FAMILIES = ["qwen3-next", "granite-4", "lfm2", "recurrent-gemma"]
+FAMILIES = ["qwen3-next", "granite-4", "lfm2", "recurrent-gemma", "kimi-linear", "minimax"]
 Method = Literal["ngram", "suffix", "draft_model"]
 # Who drafts: by looking up, by the model itself and by others, which are wrong nearly always.
 DRAFTERS: dict[str, tuple[Method, str]] = {

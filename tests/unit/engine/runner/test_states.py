@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import AdaptersConfig, CacheConfig, EngineConfig, SchedulerConfig
+from engine.model.adapter_memory import adapter_bytes
 from engine.model.plan import make_plan, plan_input
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import open_disk
@@ -23,9 +24,12 @@ from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.model.hybrids import HYBRIDS
-from tests.unit.engine.runner.driver import poison_floats, prompt_of
+from tests.unit.engine.runner.driver import open_runner, poison_floats, prompt_of
 
-FAMILIES = ["lfm2", "qwen3.5", "bamba", "falcon-h1", "recurrent-gemma"]
+FAMILIES = [
+    *("lfm2", "qwen3.5", "bamba", "falcon-h1", "recurrent-gemma"),
+    *("kimi-linear-heads", "minimax", "jamba"),
+]
 GIB = 1 << 30
 
 
@@ -259,6 +263,18 @@ def test_the_plan_counts_states_and_what_is_allocated_is_what_it_says(tmp_path: 
     assert plan.state_interval % plan.block_size == 0
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "bailing", "olmo-hybrid"])
+def test_room_for_adapters_is_what_products_of_states_take(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    config = AdaptersConfig(slots=1, max_rank=16)
+    with closing(open_runner(tmp_path, attention_backend="torch")) as runner:
+        taken = [linear for linear in runner.model.record.linears() if linear.parts]
+    elements = sum(
+        16 * (linear.inputs * len(linear.parts) + sum(size for _, size in linear.parts)) for linear in taken
+    )
+    assert adapter_bytes(runner.model.spec, config, 4) == 4 * elements
+
+
 def test_too_little_memory_for_states_is_said(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, HYBRIDS["lfm2"][0], **HYBRIDS["lfm2"][1])
     config = EngineConfig(
@@ -296,6 +312,12 @@ def test_drafts_that_states_cannot_go_back_behind_are_refused_by_name(
         ("falcon-h1", {"attention_bias": True}),
         ("falcon-h1", {"ssm_multipliers": [1.0]}),
         ("olmo-hybrid", {"layer_types": ["linear_attention"] * 4}),
+        ("kimi-linear", {"moe_router_activation_func": "softmax"}),
+        ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}}),
+        ("bailing", {"kda_lower_bound": 0.5}),
+        ("minimax", {"linear_attn_alpha_factor": 2.0}),
+        ("minimax", {"mlp_alpha_factor": 0.0}),
+        ("jamba", {"attn_layer_offset": 9}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(
