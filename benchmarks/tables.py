@@ -72,6 +72,7 @@ COMMANDS = {
     "kv_forms_smollm2": "kv_forms --checkpoint smollm2-135m --contexts 2048 8192 --steps 8 --rounds 2",
     "kv_layers_smollm2": "kv_layers",
     "kept_needles": "kept_needles --repeats 12",
+    "kept_needles_smollm2": "kept_needles --model smollm2-135m --repeats 8 --tasks 16 --texts 6",
     "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "quality_forms": "quality_forms",
@@ -88,6 +89,7 @@ NOTES = {
     "gateway": "These figures are older than the one load client: git keeps theirs, which takes less of the "
     "machine, at d74f817a, and LiteLLM as a peer.",
     "tracing_overhead": "These figures are older than the one load client: git keeps theirs at d74f817a.",
+    "kept_needles_smollm2": "Beside other work: what was found and lost counts, rates and times do not.",
 }
 # In sections of their own; what compiles ahead of a GPU is no measurement.
 _OTHERS = ("peers_", "turns_", "forms_", "quantization", "kernels_compiled_ahead")
