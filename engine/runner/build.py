@@ -54,6 +54,7 @@ from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
 from kernels.host import HOST, Device
 from kernels.native.library import NativeLibrary, load_native
+from kernels.paged_cache.host import BY_CHANNEL
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.memory import keep_freed_memory, one_heap
@@ -172,6 +173,8 @@ def _storage(
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
         num_scratch_blocks=0 if branches is None else branches.num_scratch_blocks,
+        # Slots of the table: lower ones serve first, and what is not written takes no memory.
+        num_sequences=2 * given.config.scheduler.max_num_seqs,
         host_states=plan.num_host_states(options["host_blocks"]),
         present=(plan.num_blocks, plan.num_window_blocks),
         **options,
@@ -238,6 +241,11 @@ def _load(
             f"engine.speculation.method = {method!r}: {done} by the native kernels of CPUs, and torch "
             "serves this model here; set engine.native to required to be told why, or the method to ngram, "
             "suffix or draft_model"
+        )
+    if library is None and BY_CHANNEL in given.kv_dtypes:
+        raise ConfigError(
+            f"engine.cache.kv_dtype: {BY_CHANNEL} is computed by the native kernels of CPUs, and torch "
+            "serves this model here; set engine.native to required to be told why, or kv_dtype to int4"
         )
     attention: AttentionBackend | None = None
     device: Device = HOST

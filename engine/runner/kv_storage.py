@@ -147,11 +147,13 @@ class KvStorage:
         num_states: int = 0,
         num_window_blocks: int = 0,
         num_scratch_blocks: int = 0,
+        num_sequences: int = 0,
         present: tuple[int | None, int | None] = (None, None),
     ) -> None:
         """`num_states`: slots of the layers that have states. `num_window_blocks`: blocks of those that have
         a window, where others have none; 0 where all keep the same. `num_scratch_blocks`: blocks behind the
-        spare one, which no plan knows. `present`: how many of both kinds there
+        spare one, which no plan knows. `num_sequences`: those whose newest keys are kept whole, of layers
+        that round them by channel. `present`: how many of both kinds there
         is memory for at first, where that follows the load.
         """
         self.num_blocks = num_blocks
@@ -159,6 +161,7 @@ class KvStorage:
         self.block_size = block_size
         self.num_states = num_states
         self.num_window_blocks = num_window_blocks
+        self._num_sequences = num_sequences
         # Where layers with a window keep each block [N]: the spare block of theirs, until a plan says so.
         self.window_blocks: NDArray[np.int64] | None = None
         if num_window_blocks:
@@ -170,6 +173,7 @@ class KvStorage:
         self._tensors: list[Any] = []
         self._window_tensors: list[Any] = []
         self._states: list[Any] = []
+        self._recent: list[NDArray[np.uint16]] = []
         for index, own in enumerate(by_layer(kv_dtype, spec.num_layers)):
             source = spec.cache_source(index)
             self.layers.append(self.layers[source] if source != index else self._layer(spec, index, own))
@@ -193,12 +197,14 @@ class KvStorage:
             shape = {"num_blocks": num_blocks, "block_size": self.block_size}
             shape |= msgspec.structs.asdict(stored)
             layer = (
-                allocate_host_layer(**shape, type_name=kv_dtype)
+                allocate_host_layer(**shape, type_name=kv_dtype, num_sequences=self._num_sequences)
                 if isinstance(self._device, HostDevice)
                 else _torch_layer(shape, kv_dtype, self._device)
             )
             layer.in_windows = in_windows
             (self._window_tensors if in_windows else self._tensors).extend(layer.tensors())
+            if getattr(layer, "recent", None) is not None:
+                self._recent.append(layer.recent)
         if spec.state is None or index not in spec.state.layers:
             return layer
         state = allocate_states(spec.state.shape, self.num_states, self._device)
@@ -252,6 +258,18 @@ class KvStorage:
     def copy_blocks(self, pairs: _Pairs) -> None:
         """Blocks (source, destination), none of which is both."""
         _copy(self._tensors, pairs)
+
+    def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
+        if not self._recent:
+            return None
+        assert slots.max(initial=0) < self._num_sequences, f"{self._num_sequences} sequences"
+        return slots
+
+    def fork(self, parent: int, child: int) -> None:
+        """The sequence in slot `child` of the table has the newest keys of the one in `parent`."""
+        for recent in self._recent:
+            recent[child] = recent[parent]
 
     def copy_slots(self, pairs: NDArray[np.int64]) -> None:
         """Keys and values of slots [M, 2] (source, destination), none of which is both, in main memory."""
