@@ -109,6 +109,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # File with a key of 32 or more characters, by which blocks are encrypted on disk; empty: they are plain.
     disk_key_file: str = ""
 
+    @property
+    def shares_full_blocks_alone(self) -> bool:
+        """Whether none but its own sequence can go on with a block that is not full: of some layers its keys
+        are elsewhere until then.
+        """
+        return "kivi4" in (self.kv_dtype, *self.kv_dtype_layers.values())
+
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.simulation]`: speed and size of the engine without weights."""

@@ -173,7 +173,6 @@ class KvStorage:
         self._tensors: list[Any] = []
         self._window_tensors: list[Any] = []
         self._states: list[Any] = []
-        self._recent: list[NDArray[np.uint16]] = []
         for index, own in enumerate(by_layer(kv_dtype, spec.num_layers)):
             source = spec.cache_source(index)
             self.layers.append(self.layers[source] if source != index else self._layer(spec, index, own))
@@ -203,8 +202,6 @@ class KvStorage:
             )
             layer.in_windows = in_windows
             (self._window_tensors if in_windows else self._tensors).extend(layer.tensors())
-            if getattr(layer, "recent", None) is not None:
-                self._recent.append(layer.recent)
         if spec.state is None or index not in spec.state.layers:
             return layer
         state = allocate_states(spec.state.shape, self.num_states, self._device)
@@ -261,15 +258,10 @@ class KvStorage:
 
     def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
-        if not self._recent:
+        if all(getattr(layer, "recent", None) is None for layer in self.layers):
             return None
         assert slots.max(initial=0) < self._num_sequences, f"{self._num_sequences} sequences"
         return slots
-
-    def fork(self, parent: int, child: int) -> None:
-        """The sequence in slot `child` of the table has the newest keys of the one in `parent`."""
-        for recent in self._recent:
-            recent[child] = recent[parent]
 
     def copy_slots(self, pairs: NDArray[np.int64]) -> None:
         """Keys and values of slots [M, 2] (source, destination), none of which is both, in main memory."""

@@ -193,7 +193,6 @@ class ModelRunner:
             table.add(new, forked=new.sequence_id in forked)
         for parent, child in plan.forks:
             table.fork(parent, child)
-            self.storage.fork(table.states[parent].slot, table.states[child].slot)
         self.storage.apply(plan)
         for sequence in plan.scheduled:
             if not sequence.new_block_ids and not sequence.num_given_up:

@@ -168,9 +168,10 @@ class Texts:
         q, keys, values = self.parts(which)
         length, group = len(q), q.shape[1] // keys.shape[1]
         rounded = keys.clone()
-        whole = length // KEY_GROUP * KEY_GROUP
-        blocks = keys[:whole].unflatten(0, (-1, KEY_GROUP)).transpose(1, 2)
-        rounded[:whole] = key_groups.dequantize(*key_groups.quantize(blocks)).transpose(1, 2).flatten(0, 1)
+        for start in range(0, length - KEY_GROUP + 1, KEY_GROUP):
+            block = keys[start : start + KEY_GROUP].transpose(0, 1)
+            found = key_groups.dequantize(*key_groups.quantize(block))
+            rounded[start : start + KEY_GROUP] = found.transpose(0, 1)
         seen = four_bits.dequantize(*four_bits.quantize(values))
         keys, rounded, seen = (each.repeat_interleave(group, 1) for each in (keys, rounded, seen))
         at = torch.arange(length)
