@@ -112,8 +112,8 @@ def test_preempted_and_forked_answers_through_the_scheduler(folder: Path, asked:
             open_runner(folder, native="required", cache=cache, kv_cache_bytes=num_blocks * per_block)
         ) as runner:
             assert runner.storage.num_blocks == num_blocks
-            room = {"prefix_caching": host_blocks > 0, "num_host_blocks": host_blocks}
-            tokens, preemptions, _ = generate(runner, window=None, kv_dtype="kivi4", **room, **asked)
+            room: dict[str, Any] = {"prefix_caching": host_blocks > 0, "num_host_blocks": host_blocks} | asked
+            tokens, preemptions, _ = generate(runner, window=None, kv_dtype="kivi4", **room)
         return tokens, preemptions.total()
 
     config = EngineConfig(cache=CacheConfig(**CACHE), dtype="float32")
@@ -199,8 +199,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(
         "shared": ("gemma4_text", GEMMA4 | SHARED | {"head_dim": 32, "global_head_dim": 32}),
     }[case]
     make_checkpoint(tmp_path, model_type, **changes)
-    given = {"cache": CACHE} | options
-    given["cache"] = CACHE | given["cache"]
+    given = options | {"cache": CACHE | options.get("cache", {})}
     config = msgspec.convert(given, EngineConfig)
     with pytest.raises(ConfigError, match=rf"engine\.{words}"):
         make_plan(plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB))

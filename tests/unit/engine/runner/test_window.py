@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import transformers
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, KvDtype, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.model.families import read_spec
 from engine.model.kv_memory import kv_bytes_per_token
