@@ -4,10 +4,11 @@ keys by channel, as KIVI's are (arXiv 2402.02750); both.
     python -m benchmarks.kv_channels [--models bundled smollm2-135m] [--texts 12] [--tokens 512] [--json OUT]
 
 Texts are read by transformers in float32, whose attention sees keys and values as a cache would hold them;
-"token, rotated" is the form of `kv_dtype = "int4"` and "keys by channel (kivi4)" that of `kivi4`, by their own
-code. What is grouped by channel has one scale for each channel of so many tokens. Who does so keeps the tokens of the newest group whole until it is full,
-so "newest ... whole" tells that apart. Bytes are those of a token in one kv head, keys and values, of groups
-that are full. KIVI's groups have a least value beside the scale (keys by channel, values by token).
+"token, rotated" is the form of `kv_dtype = "int4"` and "keys by channel (kivi4)" that of `kivi4`, by their
+own code. What is grouped by channel has one scale for each channel of so many tokens. Who does so keeps the
+tokens of the newest group whole until it is full, so "newest ... whole" tells that apart. Bytes are those of
+a token in one kv head, keys and values, of groups that are full. KIVI's groups have a least value beside the
+scale (keys by channel, values by token).
 
 `nats lost` is the mean of a token that counts, beside the model with float32 keys and values, with its
 standard error over texts; `of ours` is that as a multiple of the form in use.

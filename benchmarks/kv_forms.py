@@ -93,7 +93,8 @@ def _runner(folder: Path, form: str, rows: int, context: int, threads: int) -> I
     drawn = np.random.default_rng(0)
     try:
         for layer in runner.storage.layers:
-            for part in layer.tensors():
+            newest = getattr(layer, "recent", None)
+            for part in (*layer.tensors(), *(() if newest is None else (newest,))):
                 _fill(np.asarray(part), drawn)
         yield runner
     finally:

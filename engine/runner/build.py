@@ -119,6 +119,8 @@ def build(
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
     storage = _storage(given, plan, storage_options | {"kv_dtype": given.kv_dtypes}, group)
+    # By slots of the table, of which lower ones serve first; what is not written takes no memory.
+    storage.keep_newest_keys(2 * config.scheduler.max_num_seqs)
     draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
@@ -173,8 +175,6 @@ def _storage(
         num_states=plan.num_states,
         num_window_blocks=plan.num_window_block_ids or plan.num_window_blocks,
         num_scratch_blocks=0 if branches is None else branches.num_scratch_blocks,
-        # Slots of the table: lower ones serve first, and what is not written takes no memory.
-        num_sequences=2 * given.config.scheduler.max_num_seqs,
         host_states=plan.num_host_states(options["host_blocks"]),
         present=(plan.num_blocks, plan.num_window_blocks),
         **options,

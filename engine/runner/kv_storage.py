@@ -147,13 +147,11 @@ class KvStorage:
         num_states: int = 0,
         num_window_blocks: int = 0,
         num_scratch_blocks: int = 0,
-        num_sequences: int = 0,
         present: tuple[int | None, int | None] = (None, None),
     ) -> None:
         """`num_states`: slots of the layers that have states. `num_window_blocks`: blocks of those that have
         a window, where others have none; 0 where all keep the same. `num_scratch_blocks`: blocks behind the
-        spare one, which no plan knows. `num_sequences`: those whose newest keys are kept whole, of layers
-        that round them by channel. `present`: how many of both kinds there
+        spare one, which no plan knows. `present`: how many of both kinds there
         is memory for at first, where that follows the load.
         """
         self.num_blocks = num_blocks
@@ -161,7 +159,7 @@ class KvStorage:
         self.block_size = block_size
         self.num_states = num_states
         self.num_window_blocks = num_window_blocks
-        self._num_sequences = num_sequences
+        self._num_sequences = 0
         # Where layers with a window keep each block [N]: the spare block of theirs, until a plan says so.
         self.window_blocks: NDArray[np.int64] | None = None
         if num_window_blocks:
@@ -196,7 +194,7 @@ class KvStorage:
             shape = {"num_blocks": num_blocks, "block_size": self.block_size}
             shape |= msgspec.structs.asdict(stored)
             layer = (
-                allocate_host_layer(**shape, type_name=kv_dtype, num_sequences=self._num_sequences)
+                allocate_host_layer(**shape, type_name=kv_dtype)
                 if isinstance(self._device, HostDevice)
                 else _torch_layer(shape, kv_dtype, self._device)
             )
@@ -255,6 +253,13 @@ class KvStorage:
     def copy_blocks(self, pairs: _Pairs) -> None:
         """Blocks (source, destination), none of which is both."""
         _copy(self._tensors, pairs)
+
+    def keep_newest_keys(self, num_sequences: int) -> None:
+        """Room for the newest keys of so many sequences, whole, in the layers that round them by channel."""
+        self._num_sequences = num_sequences
+        for layer in self.layers:
+            if getattr(layer, "channels", None) is not None:
+                layer.keep_newest_keys(num_sequences)
 
     def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""

@@ -54,6 +54,11 @@ class HostCache:
         parts = (self.keys, self.scales, self.values, self.channels)
         return [part for part in parts if part is not None]
 
+    def keep_newest_keys(self, num_sequences: int) -> None:
+        """Room for the newest keys of so many sequences."""
+        num_heads, block_size, num_bytes = self.keys.shape[1:]
+        self.recent = empty((num_sequences, 2, num_heads, block_size, 2 * num_bytes), np.uint16)
+
     def wide_keys(self, blocks: NDArray[np.int64]) -> NDArray[np.float32]:
         """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded. Those of
         kivi4 are full.
@@ -119,11 +124,9 @@ def allocate_host_layer(
     value_dim: int,
     shared_value_dim: int,
     type_name: str,
-    num_sequences: int = 0,
 ) -> HostCache:
-    """Storage for num_blocks blocks and the one that padding writes to, and, of kivi4, for the newest keys of
-    so many sequences. It holds anything at first: nobody reads a slot before writing it, and untouched memory
-    costs nothing.
+    """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
+    reads a slot before writing it, and untouched memory costs nothing. Of kivi4 `keep_newest_keys` follows.
     """
     shape = (num_blocks + 1, num_heads, block_size)
     bits, in_byte = BITS[type_name], 2 if type_name in ("int4", BY_CHANNEL) else 1
@@ -138,5 +141,4 @@ def allocate_host_layer(
         block_size=block_size,
         shared_value_dim=shared_value_dim,
         channels=empty((*shape[:2], 2, key_dim), np.uint16) if by_channel else None,
-        recent=empty((num_sequences, 2, *shape[1:], key_dim), np.uint16) if by_channel else None,
     )

@@ -57,8 +57,8 @@ class Texts:
             value_dim=dim,
             shared_value_dim=0,
             type_name="kivi4",
-            num_sequences=len(lengths) + 1,
         )
+        cache.keep_newest_keys(len(lengths) + 1)
         for part in (*cache.tensors(), cache.recent):
             assert part is not None
             part.view(np.uint8)[...] = 0xFF
