@@ -4,10 +4,11 @@ keys by channel, as KIVI's are (arXiv 2402.02750); both.
     python -m benchmarks.kv_channels [--models bundled smollm2-135m] [--texts 12] [--tokens 512] [--json OUT]
 
 Texts are read by transformers in float32, whose attention sees keys and values as a cache would hold them;
-"token, rotated" is the form of `kv_dtype = "int4"`, by its own code. What is grouped by channel has one scale
-for each channel of so many tokens. Who does so keeps the tokens of the newest group whole until it is full,
-so "newest ... whole" tells that apart. Bytes are those of a token in one kv head, keys and values, of groups
-that are full. KIVI's groups have a least value beside the scale (keys by channel, values by token).
+"token, rotated" is the form of `kv_dtype = "int4"` and "keys by channel (kivi4)" that of `kivi4`, by their
+own code. What is grouped by channel has one scale for each channel of so many tokens. Who does so keeps the
+tokens of the newest group whole until it is full, so "newest ... whole" tells that apart. Bytes are those of
+a token in one kv head, keys and values, of groups that are full. KIVI's groups have a least value beside the
+scale (keys by channel, values by token).
 
 `nats lost` is the mean of a token that counts, beside the model with float32 keys and values, with its
 standard error over texts; `of ours` is that as a multiple of the form in use.
@@ -29,7 +30,8 @@ from torch import Tensor
 
 from benchmarks.engine.report import Row, options, publish
 from benchmarks.quality_forms import SUBJECTS, Text
-from kernels.paged_cache import four_bits
+from kernels.paged_cache import four_bits, key_groups
+from kernels.paged_cache.host import KEY_GROUP
 
 # Shape letters: K kv heads, T tokens, D head dim, G tokens of a group.
 
@@ -42,6 +44,15 @@ _OURS = "token, rotated (ours)"
 def by_token(x: Tensor) -> Tensor:
     """As ours are: [K, T, D]."""
     return four_bits.dequantize(*four_bits.quantize(x))
+
+
+def as_kivi4(x: Tensor) -> Tensor:
+    """Keys [K, T, D] as `kivi4` rounds them; those of a block that is not full are whole anyway."""
+    full = x.shape[1] // KEY_GROUP * KEY_GROUP
+    if not full:
+        return x
+    blocks = x[:, :full].unflatten(1, (-1, KEY_GROUP))
+    return torch.cat((key_groups.dequantize(*key_groups.quantize(blocks)).flatten(1, 2), x[:, full:]), 1)
 
 
 def even(x: Tensor, axis: int) -> Tensor:
@@ -83,6 +94,8 @@ class CacheForm:
     keys: Rounding
     values: Rounding
     newest: int = 0
+    # Whether values are never whole.
+    whole_keys_alone: bool = False
     # Of a token in one kv head of D elements.
     bytes_of: Callable[[int], float]
 
@@ -123,6 +136,13 @@ def forms(group: int) -> dict[str, CacheForm]:
                     newest=tokens,
                     bytes_of=channels(tokens, numbers),
                 )
+    found["keys by channel (kivi4)"] = CacheForm(
+        keys=as_kivi4,
+        values=by_token,
+        newest=KEY_GROUP,
+        whole_keys_alone=True,
+        bytes_of=channels(KEY_GROUP, 2),
+    )
     kivi = 2 * group
     found[f"KIVI, {kivi} tokens"] = CacheForm(
         keys=by_channel(between, kivi),
@@ -155,6 +175,8 @@ class FormedAttention:
             scores = torch.where(is_new, q @ k.mT * scaling, scores)
         future = positions > positions[:, None]
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        if form is not None and form.whole_keys_alone:
+            return (weights @ seen_v).transpose(1, 2), None
         found = weights.masked_fill(is_new, 0.0) @ seen_v
         if form is not None and form.newest:
             found = found + weights.masked_fill(~is_new, 0.0) @ v

@@ -1,7 +1,7 @@
 """What the forms of keys and values cost and give: bytes a token, streams in 4 GiB, and the rate of decoding.
 
     python -m benchmarks.kv_forms [--checkpoint qwen3-0.6b] [--contexts 2048 8192 32768] [--rows 1]
-        [--forms bfloat16 int8 fp8 int4] [--steps 16] [--rounds 3] [--threads 2] [--json OUT]
+        [--forms bfloat16 int8 fp8 int4 kivi4] [--steps 16] [--rounds 3] [--threads 2] [--json OUT]
 
 Sequences decode over histories of random keys and values that nobody computed: a step reads what it would
 read of real ones. The forms take turns, `rounds` times; a rate is tokens of all rows over the median step of
@@ -27,9 +27,10 @@ from engine.model.kv_memory import kv_bytes_per_token
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from runtime.config import ModelConfig
 
-FORMS = ("bfloat16", "int8", "fp8", "int4")
+FORMS = ("bfloat16", "int8", "fp8", "int4", "kivi4")
 MEMORY_BYTES = 4 << 30
 STREAM_TOKENS = 8192
 # Positions that the shapes are given, whatever their models were trained on.
@@ -80,14 +81,20 @@ def _runner(folder: Path, form: str, rows: int, context: int, threads: int) -> I
     """Whose cache holds random numbers."""
     spec = read_spec(folder)
     size = (context + 64) * rows * kv_bytes_per_token(spec, form) * 17 // 16
-    cache = CacheConfig(kv_cache_bytes=size, kv_dtype=form, prefix_caching=False)  # type: ignore[arg-type]
+    cache = CacheConfig(
+        kv_cache_bytes=size,
+        kv_dtype=form,  # type: ignore[arg-type]
+        block_size=KEY_GROUP if form == BY_CHANNEL else 16,
+        prefix_caching=False,
+    )
     config = EngineConfig(dtype="bfloat16", cache=cache, max_model_len=context + 64, num_threads=threads)
     runner, _, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
     assert isinstance(runner, ModelRunner)
     drawn = np.random.default_rng(0)
     try:
         for layer in runner.storage.layers:
-            for part in layer.tensors():
+            newest = getattr(layer, "recent", None)
+            for part in (*layer.tensors(), *(() if newest is None else (newest,))):
                 _fill(np.asarray(part), drawn)
         yield runner
     finally:

@@ -68,7 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     overlap: Literal["auto", "on", "off"] = "auto"
 
 
-KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4", "kivi4"]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_bytes: int = 0
     # Part of the device's memory that the engine may use.
     memory_fraction: float = 0.85
-    # Element type of keys and values; "auto" is the model's.
+    # Element type of keys and values; "auto" is the model's. int4 rounds them token by token, rotated. kivi4
+    # rounds keys by channel, in blocks of 64 tokens (block_size), and loses far less in as many bytes
+    # (`python -m benchmarks.kv_channels`): on CPUs, for answers that forget nothing.
     kv_dtype: KvDtype = "auto"
     # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. Layers
     # differ in what four bits cost them (`python -m benchmarks.kv_layers`). What drafts has `kv_dtype` alone.
@@ -106,6 +108,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk_bytes_per_s: float = 1e9
     # File with a key of 32 or more characters, by which blocks are encrypted on disk; empty: they are plain.
     disk_key_file: str = ""
+
+    @property
+    def shares_full_blocks_alone(self) -> bool:
+        """Whether none but its own sequence can go on with a block that is not full: of some layers its keys
+        are elsewhere until then.
+        """
+        return "kivi4" in (self.kv_dtype, *self.kv_dtype_layers.values())
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -48,3 +48,5 @@ class ForwardBatch:
     # Slots [M, 2] whose keys and values are copied, source to destination, in each layer between the write of
     # the step's own and attention; None where there are none.
     slot_copies: NDArray[np.int64] | None = None
+    # Where each sequence's newest keys lie whole [S], of layers that round them by channel.
+    recent_rows: NDArray[np.int64] | None = None

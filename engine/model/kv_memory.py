@@ -15,15 +15,17 @@ from itertools import groupby
 
 import msgspec
 
-from engine.config import CacheConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.model.spec import ModelSpec
-from kernels.paged_cache.host import SCALED
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP, SCALED
 from runtime.errors import ConfigError
 
 # Bits of an element; those that are SCALED have one float32 scale beside each key, value and head.
-KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4}
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4, BY_CHANNEL: 4}
 # What vectors of four bits are a multiple of (kernels/paged_cache/four_bits).
 INT4_GROUP = 8
+# What keys by channel are: their numbers, in a block, are then whole bytes a token.
+CHANNELS_GROUP = 16
 _KEY = "engine.cache.kv_dtype_layers"
 _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
@@ -47,7 +49,7 @@ def by_layer(kv_dtypes: KvDtypes, num_layers: int) -> Sequence[str]:
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtypes: KvDtypes, layers: Iterable[int] | None = None) -> int:
     """Bytes that one token's keys and values take, over all layers (or those) that store some. Quantized ones
-    add two scales per head.
+    add two scales per head; those by channel one, and two numbers for each channel of a block.
     """
     types, total = by_layer(kv_dtypes, spec.num_layers), 0
     for layer in range(spec.num_layers) if layers is None else layers:
@@ -55,7 +57,19 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtypes: KvDtypes, layers: Iterable[in
         if shape is not None:
             total += shape.elements * KV_BITS[kv_dtype] // 8
             total += 8 * shape.num_heads if kv_dtype in SCALED else 0
+            if kv_dtype == BY_CHANNEL:
+                total += shape.num_heads * (4 + 4 * shape.key_dim // KEY_GROUP)
     return total
+
+
+def recent_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_sequences: int) -> int:
+    """What the newest keys of so many sequences take that are whole: two blocks of each in bfloat16, in the
+    layers that round keys by channel.
+    """
+    types = by_layer(kv_dtypes, spec.num_layers)
+    shapes = [spec.cache_shape(layer) for layer in range(spec.num_layers) if types[layer] == BY_CHANNEL]
+    elements = sum(shape.num_heads * shape.key_dim for shape in shapes if shape is not None)
+    return num_sequences * 2 * KEY_GROUP * 2 * elements
 
 
 def kv_shares(spec: ModelSpec, kv_dtypes: Sequence[str], first_layer: int = 0) -> list[KvShare]:
@@ -143,17 +157,58 @@ def check_kv_dtype(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None 
 
 def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> None:
     shapes = [shape for shape in map(spec.cache_shape, layers) if shape is not None]
-    if kv_dtype != "int4" or not shapes:
+    if kv_dtype not in ("int4", BY_CHANNEL) or not shapes:
         return
-    refusal = "whose latent vectors, each key and value of all heads, need eight bits"
-    if spec.latent is None:
-        odd = [shape.key_dim for shape in shapes if shape.key_dim % INT4_GROUP]
-        if not odd:
-            return
-        refusal = f"whose heads of {min(odd)} elements are no multiple of {INT4_GROUP}"
+    multiple = CHANNELS_GROUP if kv_dtype == BY_CHANNEL else INT4_GROUP
+    odd = [shape.key_dim for shape in shapes if shape.key_dim % multiple]
+    if spec.latent is not None:
+        refusal = "whose latent vectors, each key and value of all heads, need eight bits"
+    elif odd:
+        refusal = f"whose heads of {min(odd)} elements are no multiple of {multiple}"
+    elif kv_dtype == BY_CHANNEL and spec.bidirectional:
+        refusal = "whose queries look ahead of their own block"
+    elif kv_dtype == BY_CHANNEL and any(spec.cache_source(each) != each for each in range(spec.num_layers)):
+        refusal = "of which some layers read the keys of others"
+    else:
+        return
     raise ConfigError(
         f"{key} = {kv_dtype!r} does not go with {spec.architecture}, {refusal}; set it to int8, fp8 or auto"
     )
+
+
+def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str | None, device: str) -> None:
+    """Raises ConfigError for what does not go with keys that are rounded by channel. `drafting`: the type of
+    a draft's keys and values, where something drafts.
+    """
+    if BY_CHANNEL not in kv_dtypes and drafting != BY_CHANNEL:
+        return
+    size, speculation, degrees = config.cache.block_size, config.speculation, config.parallel.degrees
+    for key, is_refused, because in (
+        (
+            "engine.cache.block_size",
+            size != KEY_GROUP,
+            f"keys share their steps in blocks; set it to {KEY_GROUP}",
+        ),
+        ("engine.device", device != "cpu", "CPUs alone compute it; set it to cpu, or kv_dtype to int4"),
+        ("engine.native", config.native == "off", "torch has no such keys; set it to auto or required"),
+        (
+            "engine.parallel",
+            degrees.size > 1,
+            "ranks are not told whose keys are whole; set all degrees to 1",
+        ),
+        (
+            "engine.speculation",
+            speculation.method == "lookahead" or bool(speculation.tree),
+            "branches have no newest keys of their own; set method to another one, and tree to []",
+        ),
+        (
+            "engine.cache.kv_dtype",
+            drafting == BY_CHANNEL,
+            "what drafts has no newest keys; set it to int8, and kv_dtype_layers to kivi4",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"{key}: does not go with keys and values of {BY_CHANNEL}: {because}")
 
 
 def check_forgotten_bytes(spec: ModelSpec, cache: CacheConfig) -> None:
@@ -177,7 +232,7 @@ def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
     return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
 
 
-def remembers_because(spec: ModelSpec, *, has_draft: bool = False) -> str:
+def remembers_because(spec: ModelSpec, *, has_draft: bool = False, by_channel: bool = False) -> str:
     """Why answers of a model may forget no blocks; empty where they may."""
     if spec.pooling is not None or spec.bidirectional:
         return "the model answers nothing that could forget"
@@ -187,4 +242,6 @@ def remembers_because(spec: ModelSpec, *, has_draft: bool = False) -> str:
         return "layers of it keep a state, of which no part can be forgotten"
     if any(spec.windows) or any(spec.chunks):
         return "layers of it have a window of their own"
+    if by_channel:
+        return f"keys of {BY_CHANNEL} (engine.cache.kv_dtype) are rounded with the others of their block"
     return "a draft model reads the same blocks" if has_draft else ""

@@ -186,6 +186,7 @@ class NativeDecoder:
         if batch.slot_copies is not None:
             assert self.copies_slots, "said before the first step"
             step.num_slot_copies, step.slot_copies = len(batch.slot_copies), _address(batch.slot_copies)
+        step.recent_rows = None if batch.recent_rows is None else _address(batch.recent_rows)
         if batch.windows is not None:
             kept = self._window_step
             ctypes.memmove(ctypes.addressof(kept), ctypes.addressof(step), ctypes.sizeof(step))

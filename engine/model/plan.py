@@ -37,11 +37,13 @@ from engine.model.draft_tree import branch_shape, check_tree
 from engine.model.eagle3 import HeadRooms, check_head, read_head_spec
 from engine.model.families import read_spec
 from engine.model.kv_memory import (
+    check_channels,
     check_forgotten_bytes,
     check_kv_dtype,
     forgotten_block_bytes,
     kv_bytes_per_token,
     kv_dtypes_of,
+    recent_bytes,
     remembers_because,
 )
 from engine.model.kv_scorer import scorer_bytes
@@ -147,7 +149,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def remembers_because(self) -> str:
         """Why answers may forget no blocks; empty where they may."""
-        return remembers_because(self.whole, has_draft=self.has_draft_model)
+        by_channel = self.config.cache.shares_full_blocks_alone
+        return remembers_because(self.whole, has_draft=self.has_draft_model, by_channel=by_channel)
 
     @property
     def num_weights(self) -> int:
@@ -256,6 +259,7 @@ def workspace_bytes(given: PlanInput) -> int:
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
     beside = _shared_bytes(given) + _scratch_bytes(given)
+    beside += recent_bytes(spec, given.kv_dtypes, scheduler.max_num_seqs)
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + beside
 
 
@@ -429,6 +433,8 @@ def _check_cache(given: PlanInput) -> None:
     if LARGEST_BLOCK % size:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
     check_forgotten_bytes(given.spec, given.config.cache)
+    drafting = None if given.draft is None else given.kv_dtype
+    check_channels(given.config, given.whole_kv_dtypes, drafting, given.device)
     if given.draft is not None:
         check_kv_dtype(given.draft.spec, given.kv_dtype)
 

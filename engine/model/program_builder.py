@@ -39,7 +39,7 @@ from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
-from kernels.paged_cache.native import CopySlotsArgs, Storage, describe
+from kernels.paged_cache.native import CopySlotsArgs, Storage, describe, key_group_ops
 from kernels.ranks.native import Ranks
 from kernels.rope.native import QK_NORMS, VALUE_KINDS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
@@ -328,7 +328,11 @@ class ProgramBuilder:
         self.product(attention.qkv, x, qkv, False)
         self.rotate(attention, cache, qkv)
         self._copy_slots(cache)
-        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x)
+        keys = qkv[:, attention.sizes[0] :]
+        ops, keep = key_group_ops(self.library, self._step_of(cache), cache, keys)
+        self.ops += ops
+        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x, keys)
+        self.ops += keep
         if attention.num_gates:
             add_gate(self, mixed, qkv[:, width:], attention.gate_kind, attention.num_gates)
         self.product_of_parts(attention.output, mixed, out, join)
@@ -342,14 +346,16 @@ class ProgramBuilder:
         mixed: Floats,
         sinks: Values | None = None,
         x: Floats | None = None,
+        keys: Floats | None = None,
     ) -> None:
-        """mixed [T, H * value dim] of the queries that begin each row of q, which are made of x [T, E]."""
+        """mixed [T, H * value dim] of the queries that begin each row of q, made of x [T, E] as keys are."""
         plan = self._plan_of(attention.num_heads, num_kv_heads, mixed.shape[1], cache.block_size)
         options = attention.options
         args = AttentionArgs(
             step=self._step_of(cache),
             plan=plan.address,
             q=address_of(q),
+            k=_address(keys),
             out=address_of(mixed),
             sinks=None if sinks is None else address_of(sinks),
             cache=describe(cache),
@@ -414,7 +420,7 @@ class ProgramBuilder:
             q_scales=_address(scales),
             qkv_stride=row_stride(qkv),
             stores=int(attention.stores),
-            value_kind=_value_kind(attention),
+            value_kind=VALUE_KINDS[attention.value_kind],
             value_scale=0.0 if attention.value_scale == 1.0 else attention.value_scale,
         )
         self.add("rope_cache", args, attention, cos, sin, scales)
@@ -585,9 +591,3 @@ class ProgramBuilder:
 
 def _address(values: Values | None) -> int | None:
     return None if values is None else address_of(values)
-
-
-def _value_kind(attention: Attention) -> int:
-    if attention.v_norm is None:
-        return VALUE_KINDS["plain"]
-    return VALUE_KINDS["normed" if attention.sizes[2] else "of_keys"]

@@ -114,6 +114,13 @@ class Attention:
         return self.sizes[1] > 0
 
     @property
+    def value_kind(self) -> str:
+        """What its values are: "plain", "normed", or keys that are normed ("of_keys")."""
+        if self.v_norm is None:
+            return "plain"
+        return "normed" if self.sizes[2] else "of_keys"
+
+    @property
     def entry(self) -> Linear:
         """The only one that the layer's input goes to."""
         return self.qkv

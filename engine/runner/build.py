@@ -54,6 +54,7 @@ from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
 from kernels.host import HOST, Device
 from kernels.native.library import NativeLibrary, load_native
+from kernels.paged_cache.host import BY_CHANNEL
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.memory import keep_freed_memory, one_heap
@@ -118,6 +119,8 @@ def build(
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
     storage = _storage(given, plan, storage_options | {"kv_dtype": given.kv_dtypes}, group)
+    # By slots of the table, of which lower ones serve first; what is not written takes no memory.
+    storage.keep_newest_keys(2 * config.scheduler.max_num_seqs)
     draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
@@ -238,6 +241,11 @@ def _load(
             f"engine.speculation.method = {method!r}: {done} by the native kernels of CPUs, and torch "
             "serves this model here; set engine.native to required to be told why, or the method to ngram, "
             "suffix or draft_model"
+        )
+    if library is None and BY_CHANNEL in given.kv_dtypes:
+        raise ConfigError(
+            f"engine.cache.kv_dtype: {BY_CHANNEL} is computed by the native kernels of CPUs, and torch "
+            "serves this model here; set engine.native to required to be told why, or kv_dtype to int4"
         )
     attention: AttentionBackend | None = None
     device: Device = HOST

@@ -150,6 +150,7 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
         slot_copies=None if branches is None else branches.slot_copies,
+        recent_rows=storage.recent_rows(slots),
     )
 
 

@@ -159,6 +159,7 @@ class KvStorage:
         self.block_size = block_size
         self.num_states = num_states
         self.num_window_blocks = num_window_blocks
+        self._num_sequences = 0
         # Where layers with a window keep each block [N]: the spare block of theirs, until a plan says so.
         self.window_blocks: NDArray[np.int64] | None = None
         if num_window_blocks:
@@ -252,6 +253,20 @@ class KvStorage:
     def copy_blocks(self, pairs: _Pairs) -> None:
         """Blocks (source, destination), none of which is both."""
         _copy(self._tensors, pairs)
+
+    def keep_newest_keys(self, num_sequences: int) -> None:
+        """Room for the newest keys of so many sequences, whole, in the layers that round them by channel."""
+        self._num_sequences = num_sequences
+        for layer in self.layers:
+            if getattr(layer, "channels", None) is not None:
+                layer.keep_newest_keys(num_sequences)
+
+    def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
+        if all(getattr(layer, "recent", None) is None for layer in self.layers):
+            return None
+        assert slots.max(initial=0) < self._num_sequences, f"{self._num_sequences} sequences"
+        return slots
 
     def copy_slots(self, pairs: NDArray[np.int64]) -> None:
         """Keys and values of slots [M, 2] (source, destination), none of which is both, in main memory."""

@@ -199,6 +199,7 @@ class Admitter:
         if (
             parent is None
             or self._state.cache.has_states
+            or self._state.full_blocks_alone
             # More than its last token is to be computed again, to choose by.
             or (sequence.kept is not None and sequence.kept.num_fresh)
             or parent.status is not Status.RUNNING

@@ -93,6 +93,7 @@ class Scheduler:
             config, cache, rate, host_s_per_token, disk_s_per_token, peers=tiers.peers
         )
         state.whole_prompts = whole_prompts
+        state.full_blocks_alone = cache_config.shares_full_blocks_alone
         state.forgotten = ForgottenRoom.of(memory)
         if adapters is not None:
             state.adapters = adapters

@@ -217,6 +217,8 @@ class SchedulerState:
     traffic: Traffic = field(default_factory=Traffic)
     # Prompts are computed in one step each: an encoder's.
     whole_prompts: bool = False
+    # A block that is not full is gone on with by its own sequence alone: forks compute theirs again.
+    full_blocks_alone: bool = False
     held_back: HeldBack = field(default_factory=HeldBack)
     forgotten: ForgottenRoom = field(default_factory=ForgottenRoom)
     shares: Shares = field(init=False)
@@ -489,7 +491,7 @@ class SchedulerState:
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
         child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
-        if parent.status is Status.RUNNING and self.cache.states.can_start:
+        if parent.status is Status.RUNNING and self.cache.states.can_start and not self.full_blocks_alone:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child

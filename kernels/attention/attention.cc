@@ -6,7 +6,7 @@
 #include "attention/attention_products.h"
 #include "attention/attention_tiles.h"
 #include "attention/attention_votes.h"
-#include "paged_cache/hadamard.h"
+#include "paged_cache/key_groups.h"
 
 namespace millrace {
 namespace {
@@ -29,6 +29,7 @@ struct Scratch {
   ProductScratch products;
   Buffer running, turned;
   std::vector<int64_t> positions;   // [R]
+  std::vector<int64_t> tokens, sequences;  // [R]
   std::vector<float> maxima, sums;  // [R] of the part
   std::vector<float> running_maxima, running_sums;
   Places places[2];  // of the part in work, and of the one after it
@@ -97,6 +98,8 @@ void finish_row(float maximum, float total, const float* running, const float* s
 template <typename Products>
 class Worker {
   using Cache = typename Products::CacheType;
+  // Of each position, where there are any.
+  static constexpr int64_t kScales = by_channel<Cache> ? 1 : 2;
 
  public:
   Worker(const AttentionArgs& args, Scratch& scratch)
@@ -132,6 +135,7 @@ class Worker {
     num_heads_ = work.num_heads;
     members_ = plan_.members.data() + unit.first_member;
     num_members_ = unit.num_members;
+    table_ = table_of(unit);
     take_rows(work.streamed);
     if (unit.part == kWholeTile) {
       whole_tile(unit);
@@ -160,7 +164,7 @@ class Worker {
     for (int64_t i = 0; i < num_members_; ++i) rows_each_ += plan_.tiles[members_[i]].num_tokens * group_;
     rows_ = rows_each_ * num_heads_;
     products_.begin(rows_, streamed ? rows_each_ : 0);
-    scratch_.positions.resize(rows_each_);
+    for (auto* each : {&scratch_.positions, &scratch_.tokens, &scratch_.sequences}) each->resize(rows_each_);
     scratch_.maxima.resize(rows_);
     scratch_.sums.resize(rows_);
     for (int64_t head = 0, row = 0; head < num_heads_; ++head) {
@@ -170,6 +174,8 @@ class Worker {
           const float* q = args_.q + (tile.token + token) * args_.q_stride + (head_ + head) * group_ * key_dim_;
           for (int64_t g = 0; g < group_; ++g, ++row, ++own, q += key_dim_) {
             scratch_.positions[own] = tile.position + token;
+            scratch_.tokens[own] = tile.token + token;
+            scratch_.sequences[own] = tile.sequence;
             if (turned) turn(q, key_dim_, turned);
             products_.take_query(row, turned ? turned : q, args_.scale);
           }
@@ -230,9 +236,9 @@ class Worker {
       for (int64_t i = 0; i < count; ++i) places.keys[at + i] = key + i * key_bytes;
       for (int64_t i = 0; i < count; ++i) places.values[at + i] = value + i * value_bytes;
       if (cache_.scales) {
-        const float* scales = cache_.scales + 2 * row;
-        for (int64_t i = 0; i < count; ++i) places.key_scales[at + i] = scales[2 * i];
-        for (int64_t i = 0; i < count; ++i) places.value_scales[at + i] = scales[2 * i + (cache_.values ? 1 : 0)];
+        const float* scales = cache_.scales + kScales * row;
+        for (int64_t i = 0; i < count; ++i) places.key_scales[at + i] = scales[kScales * i];
+        for (int64_t i = 0; i < count; ++i) places.value_scales[at + i] = scales[kScales * i + (cache_.values ? kScales - 1 : 0)];
       }
       at += count;
     }
@@ -272,8 +278,12 @@ class Worker {
     for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
       const int64_t vectors = (std::min(kPanel, end - at) + kLanes - 1) / kLanes;
-      products_.score(rows_before(origin + at), at, places.keys + at, vectors, later);
+      const int64_t row = rows_before(origin + at);
+      if constexpr (by_channel<Cache>) products_.take_channels(row, rows_, channels_at(part, at, head_));
+      products_.score(row, at, places.keys + at, vectors, later);
+      add_bias(row, rows_, at, vectors);
     }
+    score_own(origin);
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t position = scratch_.positions[row], last = position + args_.ahead - origin;
       const int64_t read = last < from ? from : std::min(end, last / kPanel * kPanel + kPanel);
@@ -284,6 +294,43 @@ class Worker {
       products_.add_values(rows_before(origin + at), at, places.values + at, std::min(kPanel, end - at), later, at == from);
     }
     products_.finish();
+  }
+
+  // Channels of the block at a place of a part.
+  const uint16_t* channels_at(int64_t part, int64_t at, int64_t head) const {
+    return channels_of(cache_, table_[(part * kPartTokens + at) / kKeyGroup], head);
+  }
+
+  // Completes the scores that products gave for the block whose channels they took.
+  void add_bias(int64_t begin, int64_t end, int64_t at, int64_t vectors) {
+    if constexpr (by_channel<Cache>)
+      for (int64_t row = begin; row < end; ++row) products_.plain().add_bias(row, products_.scores(row) + at, vectors);
+  }
+
+  // Of keys by channel: each row's scores of its own block up to itself, whose keys are whole.
+  void score_own(int64_t origin) {
+    if constexpr (by_channel<Cache>)
+      for (int64_t row = 0; row < rows_; ++row) score_own(origin, row);
+  }
+
+  void score_own(int64_t origin, int64_t row) {
+    const int64_t own = row % rows_each_, position = scratch_.positions[own], index = position / kKeyGroup;
+    if (position < origin || position >= origin + kPartTokens) return;
+    const int64_t sequence = scratch_.sequences[own], token = scratch_.tokens[own], head = head_ + row / rows_each_;
+    // The first position whose key is of this step.
+    const int64_t fresh = position - (token - step_.query_starts[sequence]);
+    const uint16_t* recent = recent_of(cache_, step_.recent_rows[sequence], index, head);
+    const float* q = products_.plain().row(row);
+    for (int64_t at = std::max(index * kKeyGroup, first_visible(position)); at <= position; ++at) {
+      const float* key = args_.k + (token - (position - at)) * args_.q_stride + head * key_dim_;
+      Vec total = zero();
+      for (int64_t i = 0; i < key_dim_; i += kLanes) {
+        const Mask m = first(key_dim_ - i);
+        const Vec k = at >= fresh ? load(key + i, m) : load_bf16(recent + at % kKeyGroup * key_dim_ + i, m);
+        total = fma(load(q + i, m), k, total);
+      }
+      products_.scores(row)[at - origin] = sum(total);
+    }
   }
 
   // How many rows, from the first on, look at nothing from a position on.
@@ -311,6 +358,7 @@ class Worker {
     }
     take_scales(span, range);
     score_span(span);
+    score_own(origin);
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t scales = row / rows_each_ * kPartTokens;
       weigh(row, origin, {span.begin, range.end}, range, scratch_.positions[row % rows_each_], key_scales_ + scales,
@@ -333,9 +381,12 @@ class Worker {
     for (int64_t at = span.begin; at < span.end; at += kLanes) {
       const Mask before = first(std::max<int64_t>(0, range.begin - at)), seen = first(std::max<int64_t>(0, range.end - at));
       for (int64_t head = 0; head < num_heads_; ++head) {
-        const auto* from = reinterpret_cast<const float*>(row_of(cache_, cache_.scales, 2 * sizeof(float), span, head, at));
+        const auto* from = reinterpret_cast<const float*>(row_of(cache_, cache_.scales, kScales * sizeof(float), span, head, at));
         Vec scales[2];
-        unzip(load(from), load(from + kLanes), scales);
+        if (kScales == 1)
+          scales[0] = scales[1] = load(from);
+        else
+          unzip(load(from), load(from + kLanes), scales);
         const auto place = head * kPartTokens + at;
         store(key_scales_ + place, select(before, zero(), select(seen, scales[0], zero())));
         store(value_scales_ + place, select(before, zero(), select(seen, scales[1], zero())));
@@ -379,7 +430,18 @@ class Worker {
     });
     const size_t count = pairs.size();
     for (int i = 0; i < 2; ++i) pairs.push_back(pairs[count - 1]);
-    for (size_t i = 0; i < count; i += 2) products_.score_chunks(&pairs[i], &pairs[i + 2], rows_each_, stream_);
+    for (size_t i = 0; i < count; i += 2) {
+      const Chunk &one = pairs[i], &other = pairs[i + 1];
+      const int64_t end = one.row + rows_each_;
+      if constexpr (by_channel<Cache>) {
+        const bool same = i && pairs[i - 1].row == one.row && pairs[i - 1].at / kKeyGroup == one.at / kKeyGroup;
+        const int64_t head = span.head + one.row / rows_each_, block = span.blocks[one.at / kKeyGroup];
+        if (!same) products_.take_channels(one.row, end, channels_of(cache_, block, head));
+      }
+      products_.score_chunks(&one, &pairs[i + 2], rows_each_, stream_);
+      add_bias(one.row, end, one.at, kChunk / kLanes);
+      if (other.at != one.at) add_bias(one.row, end, other.at, kChunk / kLanes);
+    }
   }
 
   void add_span(const Span& span, int64_t begin) {
@@ -444,7 +506,7 @@ class Worker {
 
   // Scores from place `at` on with the keys' scales and the soft cap.
   Vec changed(Vec s, int64_t at, const float* key_scales) const {
-    if (cache_.scales) s = mul(s, load(key_scales + at));
+    if (cache_.scales && !by_channel<Cache>) s = mul(s, load(key_scales + at));
     const Vec cap = set1(args_.soft_cap);
     return args_.soft_cap == 0.0f ? s : mul(cap, tanh(div(s, cap)));
   }
@@ -545,7 +607,7 @@ class Worker {
       float* out = args_.out + token * args_.out_stride + head * value_dim_;
       finish_row(scratch_.running_maxima[row], scratch_.running_sums[row], running_ + row * wide_,
                  args_.sinks ? args_.sinks + head : nullptr, out, value_dim_);
-      if (cache_.type == kKvInt4) turn_back(out, value_dim_);
+      if (cache_.type == kKvInt4 || by_channel<Cache>) turn_back(out, value_dim_);
     }
   }
 
@@ -560,7 +622,7 @@ class Worker {
   // rows_: of all heads; rows_each_: of one.
   int64_t head_ = 0, num_heads_ = 1, rows_ = 0, rows_each_ = 0, num_members_ = 0;
   bool located_ = false, turn_ = false;
-  const int64_t* members_ = nullptr;
+  const int64_t *members_ = nullptr, *table_ = nullptr;
   float *running_ = nullptr, *key_scales_ = nullptr, *value_scales_ = nullptr;
 };
 
@@ -620,6 +682,7 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);
     case kKvInt8: return attend<LevelProducts<Int8Cache>>(args, num_threads);
     case kKvInt4: return attend<LevelProducts<Int4Cache>>(args, num_threads);
+    case kKvKivi4: return attend<LevelProducts<Kivi4Cache>>(args, num_threads);
     case kKvFloat8: return attend<FloatProducts<Float32Math, Float8Cache>>(args, num_threads);
   }
 }

@@ -29,6 +29,7 @@ struct AttentionArgs {
   const Step* step;
   AttentionPlan* plan;
   const float* q;  // rows of H * D floats, q_stride floats apart
+  const float* k;  // kivi4: the step's own keys, rows of K * D floats, q_stride floats apart (paged_cache/key_groups.h)
   float* out;      // rows of H * E floats, out_stride floats apart
   const float* sinks;  // [H] scores that attend to nothing, or null
   KvCache cache;

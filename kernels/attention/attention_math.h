@@ -345,6 +345,12 @@ struct Int4Cache {
 #endif
 };
 
+// Keys by channel (paged_cache/key_groups.h): codes as above, whose steps and middles go into the queries.
+struct Kivi4Cache : Int4Cache {};
+
+template <typename Cache>
+constexpr bool by_channel = std::is_same<Cache, Kivi4Cache>::value;
+
 // float8_e4m3.
 struct Float8Cache {
   static constexpr int64_t kPerWord = 4;

@@ -13,6 +13,7 @@
 #include "attention/attention_int8.h"
 #include "attention/attention_math.h"
 #include "attention/attention_plan.h"
+#include "paged_cache/hadamard.h"
 
 namespace millrace {
 
@@ -43,7 +44,8 @@ class Buffer {
 };
 
 struct ProductScratch {
-  Buffer queries, scores, packed, values, weighted, levels, sums;
+  Buffer queries, scores, packed, values, weighted, levels, sums, plain;
+  std::vector<float> biases;
 #if defined(__AVX512VNNI__)
   std::vector<QueryLevels> query_levels;
   std::vector<float> factors;
@@ -54,6 +56,49 @@ struct ProductScratch {
 struct ProductSizes {
   int64_t key_dim, value_dim;
   int64_t wide;  // value_dim up to whole vectors
+};
+
+// Queries over keys by channel: as they are, and, of the block whose channels were taken last, their products with its
+// middles.
+class PlainQueries {
+ public:
+  void begin(ProductScratch& scratch, int64_t rows, int64_t dim) {
+    dim_ = dim;
+    queries_ = scratch.plain.get(rows * dim);
+    scratch.biases.resize(rows);
+    biases_ = scratch.biases.data();
+  }
+
+  const float* row(int64_t row) const { return queries_ + row * dim_; }
+
+  void take(int64_t row, const float* q, float scale) {
+    for (int64_t i = 0; i < dim_; i += kLanes) {
+      const Mask m = first(dim_ - i);
+      store(queries_ + row * dim_ + i, m, mul(load(q + i, m), set1(scale)));
+    }
+  }
+
+  // Notes the product of a row with middles [dim], and calls use(i, mask, elements) with its elements times half a step.
+  template <typename Use>
+  void scaled(int64_t row, const uint16_t* channels, const Use& use) {
+    Vec bias = zero();
+    for (int64_t i = 0; i < dim_; i += kLanes) {
+      const Mask m = first(dim_ - i);
+      const Vec q = load(queries_ + row * dim_ + i, m);
+      bias = fma(q, load_bf16(channels + i, m), bias);
+      use(i, m, mul(q, load_bf16(channels + dim_ + i, m)));
+    }
+    biases_[row] = sum(bias);
+  }
+
+  // Adds the noted products to `vectors` vectors of a row's scores.
+  void add_bias(int64_t row, float* scores, int64_t vectors) const {
+    for (int64_t v = 0; v < vectors; ++v) store(scores + v * kLanes, add(load(scores + v * kLanes), set1(biases_[row])));
+  }
+
+ private:
+  int64_t dim_ = 0;
+  float *queries_ = nullptr, *biases_ = nullptr;
 };
 
 template <typename Math, typename Cache>
@@ -76,12 +121,14 @@ class FloatProducts {
     scores_ = scratch_.scores.get(rows * kPartTokens);
     weighted_ = scratch_.weighted.get(rows * sizes_.wide);
     packed_ = scratch_.packed.get(std::max(kPanel * words_, kPanel * (sizes_.wide + kGroup)));
+    if (by_channel<Cache>) plain_.begin(scratch_, rows, sizes_.key_dim);
   }
 
   float* scores(int64_t row) { return scores_ + row * kPartTokens; }
   const float* weighted(int64_t row) const { return weighted_ + row * sizes_.wide; }
 
   void take_query(int64_t row, const float* q, float scale) {
+    if (by_channel<Cache>) return plain_.take(row, q, scale);
     float* to = queries_ + row * words_;
     to[words_ - 1] = 0.0f;
     for (int64_t d = 0; d < sizes_.key_dim; d += kLanes) {
@@ -89,6 +136,15 @@ class FloatProducts {
       Math::store_row(to, d, m, mul(load(q + d, m), set1(scale)));
     }
   }
+
+  // Of keys by channel: queries of rows [begin, end) for a block; `scores` of that block lack the products with middles.
+  void take_channels(int64_t begin, int64_t end, const uint16_t* channels) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* to = queries_ + row * words_;
+      plain_.scaled(row, channels, [&](int64_t i, Mask m, Vec q) { store(to + i, m, q); });
+    }
+  }
+  const PlainQueries& plain() const { return plain_; }
 
   // Scores of the rows from `row` on against `vectors` times kLanes positions of a part, from place `at` on.
   void score(int64_t row, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
@@ -176,6 +232,7 @@ class FloatProducts {
   const ProductSizes sizes_;
   ProductScratch& scratch_;
   const int64_t words_;
+  PlainQueries plain_;
   int64_t rows_ = 0;
   float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr;
 };
@@ -206,15 +263,26 @@ class IntegerProducts {
     weighted_ = scratch_.weighted.get(rows * sizes_.wide);
     scratch_.query_levels.resize(rows);
     scratch_.factors.resize(rows);
+    if (by_channel<Cache>) plain_.begin(scratch_, rows, sizes_.key_dim);
   }
 
   float* scores(int64_t row) { return scores_ + row * kPartTokens; }
   const float* weighted(int64_t row) const { return weighted_ + row * sizes_.wide; }
 
   void take_query(int64_t row, const float* q, float scale) {
-    int8_t* to = reinterpret_cast<int8_t*>(queries_ + row * query_stride_);
-    scratch_.query_levels[row] = query_levels(q, sizes_.key_dim, scale, to, to + 2 * query_stride_);
+    if (by_channel<Cache>) return plain_.take(row, q, scale);
+    take_levels(row, q, scale);
   }
+
+  // As FloatProducts has it.
+  void take_channels(int64_t begin, int64_t end, const uint16_t* channels) {
+    alignas(64) float scaled[kMostTurned];
+    for (int64_t row = begin; row < end; ++row) {
+      plain_.scaled(row, channels, [&](int64_t i, Mask m, Vec q) { store(scaled + i, m, q); });
+      take_levels(row, scaled, 1.0f);
+    }
+  }
+  const PlainQueries& plain() const { return plain_; }
 
   void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const QueryLevels* levels = scratch_.query_levels.data();
@@ -308,10 +376,16 @@ class IntegerProducts {
   // Words of one row's weights: the high bytes of all places, then the low ones.
   static constexpr int64_t kLevelStride = 2 * kPartTokens / 4;
 
+  void take_levels(int64_t row, const float* q, float scale) {
+    int8_t* to = reinterpret_cast<int8_t*>(queries_ + row * query_stride_);
+    scratch_.query_levels[row] = query_levels(q, sizes_.key_dim, scale, to, to + 2 * query_stride_);
+  }
+
   static int32_t* integers(Buffer& buffer, int64_t count) { return reinterpret_cast<int32_t*>(buffer.get(count)); }
 
   const ProductSizes sizes_;
   ProductScratch& scratch_;
+  PlainQueries plain_;
   const int64_t query_stride_, width_;  // words
   int64_t rows_ = 0;
   int32_t *queries_ = nullptr, *levels_ = nullptr, *sums_ = nullptr, *packed_ = nullptr;

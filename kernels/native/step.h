@@ -39,6 +39,7 @@ struct Step {
   int64_t num_slot_copies;        // M
   const int64_t* slot_copies;     // [M, 2] slots whose keys and values are read and written, behind the step's own
   const Votes* votes;             // [S], or null where nobody votes
+  const int64_t* recent_rows;     // [S] where each sequence's newest keys lie whole (KvCache::recent), or null
 };
 
 }  // namespace millrace

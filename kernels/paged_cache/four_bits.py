@@ -10,9 +10,9 @@ back, once.
 Before that, elements get the signs of the Rudin-Shapiro sequence, whose Hadamard transform is flat: so is
 then that of a vector which a Hadamard matrix by itself would gather in one element, such as a constant one.
 
-Keys by channel, with a least value and a step for each in a group of tokens, the newest of which stay whole
-until the group is full (KIVI, arXiv 2402.02750), lose far less (`python -m benchmarks.kv_channels`). That is
-another layout: a full block is written once more, and its tokens lie elsewhere before.
+Keys by channel, whose block is rounded when it is full, lose far less (`key_groups`,
+`python -m benchmarks.kv_channels`). But a block's newest keys lie elsewhere until then, which not all that
+serves keys and values can do: see `engine.model.kv_memory.check_channels`.
 
 A code c from 0 to 15 stands for (2 c - 15) times the scale. Of each 8 elements, the first four are the low
 halves of four bytes, the others their high halves.

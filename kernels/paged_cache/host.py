@@ -1,7 +1,7 @@
 """One layer's keys and values in main memory, for the native kernels alone: numpy knows no bfloat16, so it
 holds their bits. `store` has the same in tensors, and says how they lie in blocks.
 
-Shape letters: N blocks, K kv heads, P block size, D key dim, E value dim.
+Shape letters: N blocks, K kv heads, P block size, D key dim, E value dim, R sequences.
 """
 
 from __future__ import annotations
@@ -23,44 +23,69 @@ BITS: dict[str, Any] = {
     "int8": np.int8,
     "fp8": np.uint8,
     "int4": np.uint8,
+    "kivi4": np.uint8,
 }
 # Those with a scale for each key and value.
 SCALED = ("int8", "fp8", "int4")
+# Values as int4's, keys by channel in groups of so many tokens, a block each (key_groups.h).
+BY_CHANNEL, KEY_GROUP = "kivi4", 64
 
 
 @dataclass(kw_only=True)
 class HostCache:
     """Blocks of one layer. With value_dim 0 the value is the first part of the key."""
 
-    keys: NDArray[Any]  # [N, K, P, D], of int4 two elements to a byte
+    keys: NDArray[Any]  # [N, K, P, D], of int4 and kivi4 two elements to a byte
     values: NDArray[Any] | None  # [N, K, P, E]
-    scales: NDArray[np.float32] | None  # [N, K, P, 2] of quantized ones: of the key, of the value
+    # [N, K, P, 2] of quantized ones: of the key, of the value; of kivi4 [N, K, P, 1] of the value.
+    scales: NDArray[np.float32] | None
     type_name: str
     block_size: int
     shared_value_dim: int
     # Whether its blocks are those of layers with a window, where others have none.
     in_windows: bool = False
+    # Of kivi4, in bits of bfloat16: middle and half a step of each channel of a full block [N, K, 2, D]; and
+    # the keys of each sequence's newest two blocks [R, 2, K, P, D].
+    channels: NDArray[np.uint16] | None = None
+    recent: NDArray[np.uint16] | None = None
 
     def tensors(self) -> list[NDArray[Any]]:
         """Every array whose first axis is blocks, for copies and offload."""
-        return [part for part in (self.keys, self.scales, self.values) if part is not None]
+        parts = (self.keys, self.scales, self.values, self.channels)
+        return [part for part in parts if part is not None]
+
+    def keep_newest_keys(self, num_sequences: int) -> None:
+        """Room for the newest keys of so many sequences."""
+        num_heads, block_size, num_bytes = self.keys.shape[1:]
+        self.recent = empty((num_sequences, 2, num_heads, block_size, 2 * num_bytes), np.uint16)
 
     def wide_keys(self, blocks: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded."""
+        """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded. Those of
+        kivi4 are full.
+        """
         found = self.keys[blocks]
         if self.type_name == "bfloat16":
-            return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return _widened(found)
         if self.type_name == "fp8":
             keys = _float8_values()[found]
-        elif self.type_name == "int4":
+        elif self.type_name in ("int4", BY_CHANNEL):
             halves = _int4_levels()[found.reshape(*found.shape[:3], -1, 4)]
             keys = halves.swapaxes(-1, -2).reshape(*found.shape[:3], -1)
         else:
             keys = found.astype(np.float32)
+        if self.channels is not None:
+            middles, halves = np.moveaxis(_widened(self.channels[blocks]), 2, 0)[:, :, :, None]
+            by_channel: NDArray[np.float32] = keys * halves + middles
+            return by_channel
         if self.scales is not None:
             keys *= self.scales[blocks][..., :1]
         wide: NDArray[np.float32] = keys @ _turned_back(keys.shape[3]) if self.type_name == "int4" else keys
         return wide
+
+
+def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Numbers of bfloat16 from their bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 @cache
@@ -101,15 +126,19 @@ def allocate_host_layer(
     type_name: str,
 ) -> HostCache:
     """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
-    reads a slot before writing it, and untouched memory costs nothing.
+    reads a slot before writing it, and untouched memory costs nothing. Of kivi4 `keep_newest_keys` follows.
     """
     shape = (num_blocks + 1, num_heads, block_size)
-    bits, in_byte = BITS[type_name], 2 if type_name == "int4" else 1
+    bits, in_byte = BITS[type_name], 2 if type_name in ("int4", BY_CHANNEL) else 1
+    by_channel = type_name == BY_CHANNEL
     return HostCache(
         keys=empty((*shape, key_dim // in_byte), bits),
         values=empty((*shape, value_dim // in_byte), bits) if value_dim else None,
-        scales=empty((*shape, 2), np.float32) if type_name in SCALED else None,
+        scales=empty((*shape, 1 if by_channel else 2), np.float32)
+        if by_channel or type_name in SCALED
+        else None,
         type_name=type_name,
         block_size=block_size,
         shared_value_dim=shared_value_dim,
+        channels=empty((*shape[:2], 2, key_dim), np.uint16) if by_channel else None,
     )

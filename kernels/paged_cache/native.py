@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.host import Values, address_of
+from kernels.host import Values, address_of, row_stride
+from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 
 # Names of types to values of KvType.
-KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4, "float8_e4m3fn": 4}
+KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4, "float8_e4m3fn": 4, "kivi4": 5}
 
 
 class Storage(Protocol):
@@ -39,6 +41,7 @@ class Storage(Protocol):
 
 KvCacheStruct = structure("KvCache")
 CopySlotsArgs = structure("CopySlotsArgs")
+KeyGroupsArgs = structure("KeyGroupsArgs")
 
 
 def describe(cache: Any) -> Any:
@@ -50,11 +53,15 @@ def describe(cache: Any) -> Any:
     for part in (cache.keys, cache.values, cache.scales):
         assert part is None or isinstance(part, np.ndarray) or part.device.type == "cpu", "in main memory"
         assert part is None or _is_contiguous(part)
-    in_byte = 2 if cache.type_name == "int4" else 1
+    in_byte = 2 if cache.type_name in ("int4", BY_CHANNEL) else 1
+    channels, recent = getattr(cache, "channels", None), getattr(cache, "recent", None)
+    assert cache.type_name != BY_CHANNEL or cache.block_size == KEY_GROUP, f"blocks of {cache.block_size}"
     return KvCacheStruct(
         keys=address_of(cache.keys),
         values=None if cache.values is None else address_of(cache.values),
         scales=None if cache.scales is None else address_of(cache.scales),
+        channels=None if channels is None else address_of(channels),
+        recent=None if recent is None else address_of(recent),
         type=KV_TYPES[cache.type_name],
         num_heads=cache.keys.shape[1],
         block_size=cache.block_size,
@@ -62,6 +69,17 @@ def describe(cache: Any) -> Any:
         value_dim=0 if cache.values is None else cache.values.shape[3] * in_byte,
         shared_value_dim=cache.shared_value_dim,
     )
+
+
+def key_group_ops(library: NativeLibrary, step: int, cache: Any, keys: Any) -> tuple[list[Op], list[Op]]:
+    """Of keys by channel what comes before attention and what behind it; `step` is an address, `keys`
+    [T, K * D] float32 those of the step, rotated. Nothing of other types.
+    """
+    if cache.type_name != BY_CHANNEL:
+        return [], []
+    args = KeyGroupsArgs(step=step, cache=describe(cache), keys=address_of(keys), key_stride=row_stride(keys))
+    close, keep = (Op(library, name, args, cache, keys) for name in ("close_groups", "keep_recent"))
+    return [close], [keep]
 
 
 def _is_contiguous(part: Values) -> bool:

@@ -1,6 +1,7 @@
 #include "rope/rope_cache.h"
 
 #include "native/simd.h"
+#include "paged_cache/codes.h"
 #include "paged_cache/hadamard.h"
 
 namespace millrace {
@@ -59,6 +60,11 @@ void multiply(float* x, float factor, int64_t width) {
   }
 }
 
+// In place: what is kept of a key is what its own step computes with.
+void round_to_bfloat16(float* x, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
+}
+
 // The scale of a quantized vector: its largest magnitude / limit, not finite when an element is not.
 float scale_of(const float* x, int64_t width, float limit) {
   Vec most = zero();
@@ -91,12 +97,9 @@ float store_codes(uint8_t* to, const float* x, int64_t width) {
   const Vec divisor = divisor_of(scale);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Mask m = first(width - i);
-    const Vec code = round(mul(add(div(load(turned + i, m), divisor), set1(15.0f)), set1(0.5f)));
-    store_int8(codes + i, m, max(min(code, set1(15.0f)), zero()));
+    store_code(codes + i, m, div(load(turned + i, m), divisor));
   }
-  for (int64_t i = 0; i < width; i += 8) {
-    for (int64_t j = 0; j < 4; ++j) to[i / 2 + j] = static_cast<uint8_t>(codes[i + j] | codes[i + 4 + j] << 4);
-  }
+  pack_codes(codes, width, to);
   return scale;
 }
 
@@ -151,6 +154,11 @@ float write_vector(const KvCache& cache, void* store_base, int64_t row, int64_t 
 void write_head(const KvCache& cache, int64_t slot, int64_t head, const float* key, const float* value) {
   const int64_t block = slot / cache.block_size, place = slot % cache.block_size;
   const int64_t row = (block * cache.num_heads + head) * cache.block_size + place;
+  if (cache.type == kKvKivi4) {
+    // Keys are rounded when their block is full (key_groups.h).
+    cache.scales[row] = store_codes(static_cast<uint8_t*>(cache.values) + row * cache.value_dim / 2, value, cache.value_dim);
+    return;
+  }
   const float key_scale = write_vector(cache, cache.keys, row, cache.key_dim, key);
   float value_scale = key_scale;
   if (cache.values) value_scale = write_vector(cache, cache.values, row, cache.value_dim, value);
@@ -194,6 +202,7 @@ void store_head(const RopeCacheArgs& args, int64_t token, int64_t head, float* k
     v = value;
   }
   turn(args, k, args.k_norm, head, cos, sin);
+  if (args.cache.type == kKvKivi4) round_to_bfloat16(k, dim);
   write_head(args.cache, args.step->slots[token], head, k, v);
 }
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import transformers
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, KvDtype, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.model.families import read_spec
 from engine.model.kv_memory import kv_bytes_per_token
@@ -75,11 +75,13 @@ def generate(
     num_host_blocks: int,
     n: int = 1,
     memory: MemoryPlan | None = None,
+    kv_dtype: KvDtype = "auto",
+    beams: int = 0,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str], int]:
     """Tokens by (request, choice), preemptions by cause, and the most blocks that were held at once."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=48, long_prefill_tokens=32),
-        CacheConfig(prefix_caching=prefix_caching),
+        CacheConfig(prefix_caching=prefix_caching, kv_dtype=kv_dtype),
         memory
         or memory_plan(
             runner.storage.num_blocks,
@@ -90,7 +92,9 @@ def generate(
         num_host_blocks=num_host_blocks,
         window=window,
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, n=n, best_of=n)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, n=n, best_of=max(n, beams), beam_width=beams
+    )
     requests = [
         Request(
             request_id=number,

@@ -1,0 +1,254 @@
+"""Keys by channel: what the native ops write and attend to is what the reference says, and a row's bits do
+not depend on the steps by which its history came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
+from kernels.host import address_of
+from kernels.native.library import NativeLibrary, Op, StepStruct
+from kernels.paged_cache import four_bits, key_groups
+from kernels.paged_cache.host import KEY_GROUP, HostCache, allocate_host_layer
+from kernels.paged_cache.native import describe, key_group_ops
+from kernels.rope.native import RopeCacheArgs
+from tests.kernels.native.conftest import PRODUCT_LEVELS
+
+# Query heads, kv heads, size of a head.
+HEADS = [(4, 2, 64), (4, 4, 16), (16, 8, 128), (7, 1, 96), (6, 2, 80)]
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 90}, "soft cap": {"soft_cap": 2.0}}
+# Positions [start, end) of a sequence.
+Span = tuple[int, int, int]
+
+
+@dataclass(kw_only=True)
+class Texts:
+    """Sequences whose queries, keys and values are known, and a cache of some of them, which holds NaN."""
+
+    library: NativeLibrary
+    heads: tuple[int, int, int]
+    lengths: list[int]
+    cache: HostCache
+    rows: list[np.ndarray]  # of each [L, (H + 2 K) D], not rotated: there is no angle
+    tables: np.ndarray
+    options: dict[str, Any]
+
+    @classmethod
+    def draw(
+        cls, library: NativeLibrary, lengths: list[int], heads: tuple[int, int, int], **options: Any
+    ) -> Texts:
+        num_heads, num_kv, dim = heads
+        drawn = np.random.default_rng(sum(lengths))
+        counts = [-(-length // KEY_GROUP) for length in lengths]
+        cache = allocate_host_layer(
+            num_blocks=sum(counts) + 1,
+            block_size=KEY_GROUP,
+            num_heads=num_kv,
+            key_dim=dim,
+            value_dim=dim,
+            shared_value_dim=0,
+            type_name="kivi4",
+        )
+        cache.keep_newest_keys(len(lengths) + 1)
+        for part in (*cache.tensors(), cache.recent):
+            assert part is not None
+            part.view(np.uint8)[...] = 0xFF
+        shuffled = drawn.permutation(sum(counts))
+        tables = np.zeros((len(lengths), max(counts)), np.int64)
+        for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+            tables[row, :count] = shuffled[end - count : end]
+        width = (num_heads + 2 * num_kv) * dim
+        rows = [drawn.standard_normal((length, width), np.float32) for length in lengths]
+        for each in rows:
+            # Some channels of keys lie far from zero.
+            each[:, num_heads * dim : (num_heads + num_kv) * dim : 5] += 8
+        return cls(
+            library=library,
+            heads=heads,
+            lengths=lengths,
+            cache=cache,
+            rows=rows,
+            tables=tables,
+            options=options,
+        )
+
+    def run(self, spans: Iterable[Span], recent_rows: list[int] | None = None) -> list[Tensor]:
+        """One step of these spans: what attention gives each, [T, H, D]."""
+        spans = list(spans)
+        num_heads, num_kv, dim = self.heads
+        qkv = np.concatenate([self.rows[which][start:end] for which, start, end in spans])
+        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        slots = np.concatenate(
+            [
+                self.tables[which][np.arange(start, end) // KEY_GROUP] * KEY_GROUP
+                + np.arange(start, end) % KEY_GROUP
+                for which, start, end in spans
+            ]
+        )
+        starts = np.cumsum([0, *(end - start for _, start, end in spans)])
+        lens = np.array([end for *_, end in spans])
+        tables = np.ascontiguousarray(self.tables[[which for which, *_ in spans]])
+        rows = np.array([which for which, *_ in spans] if recent_rows is None else recent_rows)
+        step = StepStruct(
+            num_tokens=len(qkv),
+            num_sequences=len(spans),
+            max_blocks=tables.shape[1],
+            positions=positions.ctypes.data,
+            slots=slots.ctypes.data,
+            query_starts=starts.ctypes.data,
+            context_lens=lens.ctypes.data,
+            block_tables=tables.ctypes.data,
+            recent_rows=rows.ctypes.data,
+        )
+        out = np.full((len(qkv), num_heads, dim), np.nan, np.float32)
+        angles = np.zeros((max(self.lengths), 0), np.float32)
+        plan = NativeAttentionPlan(
+            self.library, num_heads=num_heads, num_kv_heads=num_kv, value_dim=dim, block_size=KEY_GROUP
+        )
+        at, cache = ctypes.addressof(step), describe(self.cache)
+        write = RopeCacheArgs(
+            step=at,
+            qkv=address_of(qkv),
+            cos=address_of(angles),
+            sin=address_of(angles),
+            cache=cache,
+            num_heads=num_heads,
+            qkv_stride=qkv.shape[1],
+            stores=1,
+        )
+        keys = qkv[:, num_heads * dim :]
+        args = AttentionArgs(
+            step=at,
+            plan=plan.address,
+            q=address_of(qkv),
+            k=address_of(keys),
+            out=address_of(out),
+            cache=cache,
+            num_heads=num_heads,
+            q_stride=qkv.shape[1],
+            out_stride=num_heads * dim,
+            window=self.options.get("window", 0),
+            scale=dim**-0.5,
+            soft_cap=self.options.get("soft_cap", 0.0),
+        )
+        close, keep = key_group_ops(self.library, at, self.cache, keys)
+        ops = [
+            Op(self.library, "rope_cache", write),
+            Op(self.library, "attention_plan", AttentionPlanArgs(at, plan.address, 0), plan),
+            *close,
+            Op(self.library, "attention", args),
+            *keep,
+        ]
+        self.library.run(ops, num_threads=2)
+        found = torch.from_numpy(out)
+        return list(found.split(np.diff(starts).tolist()))
+
+    def parts(self, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [L, H, D], keys in bfloat16 and values [L, K, D] of a sequence."""
+        num_heads, num_kv, dim = self.heads
+        rows = torch.from_numpy(self.rows[which])
+        q, k, v = rows.split([num_heads * dim, num_kv * dim, num_kv * dim], 1)
+        return (
+            q.unflatten(1, (num_heads, dim)),
+            k.unflatten(1, (num_kv, dim)).bfloat16().float(),
+            v.unflatten(1, (num_kv, dim)),
+        )
+
+    def expected(self, which: int) -> Tensor:
+        """By the formula, from keys that the reference rounds: [L, H, D]."""
+        q, keys, values = self.parts(which)
+        length, group = len(q), q.shape[1] // keys.shape[1]
+        rounded = keys.clone()
+        for start in range(0, length - KEY_GROUP + 1, KEY_GROUP):
+            block = keys[start : start + KEY_GROUP].transpose(0, 1)
+            found = key_groups.dequantize(*key_groups.quantize(block))
+            rounded[start : start + KEY_GROUP] = found.transpose(0, 1)
+        seen = four_bits.dequantize(*four_bits.quantize(values))
+        keys, rounded, seen = (each.repeat_interleave(group, 1) for each in (keys, rounded, seen))
+        at = torch.arange(length)
+        is_own = (at // KEY_GROUP)[:, None] == at // KEY_GROUP
+        scores = torch.where(
+            is_own, torch.einsum("qhd,khd->hqk", q, keys), torch.einsum("qhd,khd->hqk", q, rounded)
+        )
+        scores = scores * q.shape[2] ** -0.5
+        if cap := self.options.get("soft_cap"):
+            scores = cap * torch.tanh(scores / cap)
+        hidden = at > at[:, None]
+        if window := self.options.get("window"):
+            hidden |= at <= at[:, None] - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, seen)
+
+
+@pytest.mark.parametrize("product_level", PRODUCT_LEVELS, indirect=True, scope="function")
+@pytest.mark.parametrize("named", OPTIONS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_is_what_the_reference_says(
+    product_level: NativeLibrary, heads: tuple[int, int, int], named: str
+) -> None:
+    """Whole prompts; then, of the same, keys as they are stored."""
+    texts = Texts.draw(product_level, [300, 63, 64, 65, 1], heads, **OPTIONS[named])
+    found = texts.run((which, 0, length) for which, length in enumerate(texts.lengths))
+    for which, rows in enumerate(found):
+        torch.testing.assert_close(rows, texts.expected(which), atol=2e-4, rtol=1e-4)
+    _, keys, _ = texts.parts(0)
+    blocks = keys[:256].unflatten(0, (4, KEY_GROUP)).transpose(1, 2)
+    stored = torch.from_numpy(texts.cache.wide_keys(texts.tables[0, :4]))
+    torch.testing.assert_close(
+        stored, key_groups.dequantize(*key_groups.quantize(blocks)), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("product_level", PRODUCT_LEVELS, indirect=True, scope="function")
+@pytest.mark.parametrize("heads", HEADS)
+def test_bits_do_not_depend_on_steps(product_level: NativeLibrary, heads: tuple[int, int, int]) -> None:
+    """Token by token among others, in chunks that begin and end anywhere, and as a whole."""
+    lengths = [300, 130, 70]
+    whole = Texts.draw(product_level, lengths, heads)
+    expected = whole.run((which, 0, length) for which, length in enumerate(lengths))
+    for size in (1, 37, 64, 129):
+        texts = Texts.draw(product_level, lengths, heads)
+        for start in range(0, max(lengths), size):
+            spans = [
+                (which, start, min(start + size, length))
+                for which, length in enumerate(lengths)
+                if start < length
+            ]
+            for (which, begin, end), rows in zip(spans, texts.run(spans), strict=True):
+                assert torch.equal(rows, expected[which][begin:end]), (size, which, begin)
+
+
+def test_rejected_drafts_leave_nothing(native: NativeLibrary) -> None:
+    """They may fill a block and reach into the next one; what replaces them has its usual bits."""
+    texts = Texts.draw(native, [150], HEADS[0])
+    expected = texts.run([(0, 0, 150)])[0]
+    texts = Texts.draw(native, [150], HEADS[0])
+    texts.run([(0, 0, 60)])
+    right = texts.rows[0].copy()
+    for start, accepted in ((60, 1), (61, 3), (64, 1), (65, 0)):
+        texts.rows[0] = right.copy()
+        texts.rows[0][start + 1 + accepted : start + 8] += 100
+        rows = texts.run([(0, start, start + 8)])[0]
+        assert torch.equal(rows[: 1 + accepted], expected[start : start + 1 + accepted]), start
+    texts.rows[0] = right
+    assert torch.equal(texts.run([(0, 66, 150)])[0], expected[66:])
+
+
+def test_a_number_that_is_none_shows(native: NativeLibrary) -> None:
+    """In a key, by the rows that look at it, whole or rounded; not by others."""
+    texts = Texts.draw(native, [140], HEADS[0])
+    texts.rows[0][70, 4 * 64 + 3] = np.nan
+    rows = texts.run([(0, 0, 140)])[0]
+    # Query heads 0 and 1 look at the first kv head.
+    assert rows[:70].isfinite().all()
+    assert rows[:, 2:].isfinite().all()
+    assert not rows[70:, :2].isfinite().any(-1).any()
