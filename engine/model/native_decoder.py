@@ -172,6 +172,8 @@ class NativeDecoder:
         step.votes = None if ragged.votes is None else _address(ragged.votes)
         states = batch.states
         if states is not None:
+            if self.ranks is not None:
+                self.ranks.check_states(states)
             step.state_slots = _address(states.slots)
             step.snapshot_starts = _address(states.snapshot_starts)
             step.snapshot_rows = _address(states.snapshot_rows)

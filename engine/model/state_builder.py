@@ -33,8 +33,14 @@ class OpBuilder(Protocol):
     def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b."""
 
+    def product_of_parts(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
+        """The same where each of several ranks has some of the inputs."""
+
     def head_product(self, x: Floats, weight: Values, out: Floats) -> None:
         """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M]."""
+
+    def squares_of_parts(self, args: ctypes.Structure, among: int, *keep: object) -> Floats:
+        """[T, 1]: sums of the squares that `args` (GatedRowArgs) say of as many ranks as `among`."""
 
 
 def add_convolution(
@@ -60,7 +66,7 @@ def add_convolution(
         activates=0,
     )
     builder.add("short_convolution", args, mixer, cache, inner, mixed)
-    builder.product(mixer.output, mixed, out, join)
+    builder.product_of_parts(mixer.output, mixed, out, join)
 
 
 def add_recurrence(
@@ -88,7 +94,7 @@ def add_recurrence(
     builder.add("short_convolution", convolution, mixer, cache, inner, channels)
     _add_scan(builder, mixer, cache, inner, channels, mixed)
     _add_norm(builder, mixer, inner, mixed)
-    builder.product(mixer.output, mixed, out, join)
+    builder.product_of_parts(mixer.output, mixed, out, join)
 
 
 def add_unit(
@@ -128,12 +134,15 @@ def add_unit(
     )
     builder.add("rg_lru", unit, mixer, cache, channels, gates)
     add_gate(builder, channels, inner[:, width:], kind="gelu_tanh")
-    builder.product(mixer.output, channels, out, join)
+    builder.product_of_parts(mixer.output, channels, out, join)
 
 
 def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Floats) -> None:
-    """The norm of what was scanned, under the gate in the projection `inner`, in place."""
+    """The norm of what was scanned, under the gate in the projection `inner`, in place. It may be over the
+    heads of several ranks, which have as many each.
+    """
     spec, width = mixer.spec, mixed.shape[1]
+    among = max(1, spec.norm_size // width)
     args = GatedRowArgs(
         step=builder.step,
         x=address_of(mixed),
@@ -141,15 +150,21 @@ def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Float
         weight=None if mixer.norm is None else address_of(mixer.norm),
         out=address_of(mixed),
         width=width,
-        size=spec.norm_size or width,
+        size=min(spec.norm_size or width, width),
         x_stride=row_stride(mixed),
         gate_stride=row_stride(inner),
         shares_weight=int(spec.kind == "delta"),
         gate_first=int(spec.gate_first),
         gate_kind=GATES["silu"],
         eps=spec.norm_eps,
+        whole=spec.norm_size,
     )
-    builder.add("gated_norm", args, mixer, inner, mixed)
+    keep = (mixer, inner, mixed)
+    if among > 1:
+        squares = builder.squares_of_parts(args, among, *keep)
+        args.squares = address_of(squares)
+        keep = (*keep, squares)
+    builder.add("gated_norm", args, *keep)
 
 
 def _add_scan(

@@ -86,12 +86,12 @@ def test_a_part_is_that_of_the_whole(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", make_checkpoint(tmp_path / "o", "llama", **SMALL), "llama", {"": Kind.Q8_0})
     file = open_gguf(tmp_path / "m.gguf")
     query, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    assert (file.array(query, TensorPart(0, 16, 48)) == file.array(query)[16:48]).all()
-    assert (file.array(down, TensorPart(1, 64, 128)) == file.array(down)[:, 64:]).all()
-    kind, rows = file.blocks(query, TensorPart(0, 32, 64))
+    assert (file.array(query, TensorPart(0, ((16, 48),))) == file.array(query)[16:48]).all()
+    assert (file.array(down, TensorPart(1, ((64, 128),))) == file.array(down)[:, 64:]).all()
+    kind, rows = file.blocks(query, TensorPart(0, ((32, 64),)))
     assert (kind, rows.shape) == ("Q8_0", (32, 2 * 34))
     assert (rows == file.blocks(query)[1][32:]).all()
-    _, columns = file.blocks(down, TensorPart(1, 32, 64))
+    _, columns = file.blocks(down, TensorPart(1, ((32, 64),)))
     assert (columns == file.blocks(down)[1][:, 34:68]).all()
     assert columns.dtype == np.uint8
 
