@@ -1,5 +1,5 @@
-"""Where in a program the ranks of a stage meet: sums of what each has of a product, and rows of experts, which
-go to rooms that take turns. Asked by who appends the ops of layers.
+"""Where in a program the ranks of a stage meet: sums of what each has of a product, and rows of experts,
+which go to rooms that take turns. ProgramBuilder asks as it appends the ops of layers.
 
 Shape letters: T tokens.
 """

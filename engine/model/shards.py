@@ -150,13 +150,19 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         rank, count = self.degrees.part_of(self.rank), self.degrees.tensor
         if experts is not None:
             rank, count = self.degrees.expert_part_of(self.rank), self.degrees.expert_parts
-        if self.state is not None and _STATE in name and count > 1:
+        if count == 1:
+            return None
+        if self.state is not None and _STATE in name:
             found = state_shards.cut(self.state, name, shape, rank, count)
             return None if found is None else TensorPart(*found)
+        return self._cut_of_heads(name, shape, rank, count)
+
+    def _cut_of_heads(self, name: str, shape: tuple[int, ...], rank: int, count: int) -> TensorPart | None:
+        """Of a tensor of attention or of a feed-forward."""
         if name.endswith(_BY_INPUTS) and len(shape) == 2:
             return self._part(1, shape[1], rank, count)
         stem = name.rpartition(".")[0]
-        if stem.endswith(_HALVES) and count > 1:
+        if stem.endswith(_HALVES):
             half = shape[0] // 2
             own = share_of(half, rank, count)
             return TensorPart(0, ((own.start, own.stop), (half + own.start, half + own.stop)))

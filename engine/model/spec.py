@@ -182,6 +182,11 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float = 0.0
 
     @property
+    def norm_spans(self) -> bool:
+        """Whether a norm is over several heads."""
+        return self.norm_size > self.value_dim
+
+    @property
     def shape(self) -> StateShape:
         """What a sequence keeps in each of the layers."""
         return StateShape(

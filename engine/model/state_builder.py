@@ -159,12 +159,9 @@ def _add_norm(builder: OpBuilder, mixer: Recurrence, inner: Floats, mixed: Float
         eps=spec.norm_eps,
         whole=spec.norm_size,
     )
-    keep = (mixer, inner, mixed)
-    if among > 1:
-        squares = builder.squares_of_parts(args, among, *keep)
-        args.squares = address_of(squares)
-        keep = (*keep, squares)
-    builder.add("gated_norm", args, *keep)
+    squares = builder.squares_of_parts(args, among, mixer, inner, mixed) if among > 1 else None
+    args.squares = None if squares is None else address_of(squares)
+    builder.add("gated_norm", args, mixer, inner, mixed, squares)
 
 
 def _add_scan(

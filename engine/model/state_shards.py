@@ -1,5 +1,5 @@
-"""What a rank of several has of layers that carry a state: some of the heads with their parts of the state, or
-some of the channels; and which degrees divide them.
+"""What a rank of several has of layers that carry a state: some of the heads with their parts of the state,
+or some of the channels; and which degrees divide them.
 
 A rank's layer is that of a smaller model. Heads of values are divided evenly. Queries and keys belong to
 groups of heads: where there are fewer groups than ranks, several ranks have the same one, as they have heads
@@ -52,16 +52,15 @@ def factors_of_rank(
     if state is None or parts == 1:
         return factors
     segments = _segments(state, "in_proj")
-    own = [
-        sum(end - begin for begin, end in _runs(state, [segment], 0, parts)) for segment in segments
-    ]
-    found = []
-    for each in factors:
-        if each.name.endswith("state.in_proj"):
-            values = (factor for _, factor in each.parts)
-            each = msgspec.structs.replace(each, parts=tuple(zip(own, values, strict=True)))
-        found.append(each)
-    return tuple(found)
+    own = [sum(end - begin for begin, end in _runs(state, [segment], 0, parts)) for segment in segments]
+
+    def cut_rows(each: WeightFactors) -> WeightFactors:
+        if not each.name.endswith("state.in_proj"):
+            return each
+        values = (factor for _, factor in each.parts)
+        return msgspec.structs.replace(each, parts=tuple(zip(own, values, strict=True)))
+
+    return tuple(map(cut_rows, factors))
 
 
 def cut(
@@ -111,7 +110,9 @@ def _runs(state: StateSpec, segments: list[_Segment], part: int, parts: int) -> 
 
 
 def _grouped(state: StateSpec, stem: str, size: int, part: int, parts: int) -> Runs:
-    """The same where all that belongs to a group lies together: query, key, values, gates; or gains, decays."""
+    """The same where all that belongs to a group lies together: query, key, values and gates; or gains and
+    decays.
+    """
     if parts <= state.num_groups:
         own = share_of(size, part, parts)
         return ((own.start, own.stop),)

@@ -290,9 +290,7 @@ class Ranks:
             found.append(self._view(begin, (size,), np.int64))
             begin += 8 * room
         slots, starts, rows, targets = found
-        return StateRows(
-            slots=slots, snapshot_starts=starts, snapshot_rows=rows, snapshot_slots=targets
-        )
+        return StateRows(slots=slots, snapshot_starts=starts, snapshot_rows=rows, snapshot_slots=targets)
 
     def rows(self) -> NDArray[np.int64]:
         """The rows [R] whose logits are wanted."""
@@ -360,7 +358,7 @@ class Ranks:
     # --- what the ranks of a stage do together ---
 
     def part(self, turn: int, width: int = 0) -> NDArray[np.float32]:
-        """Where this rank's part [T, E] of every second sum goes, or one of another width, which is smaller."""
+        """Where this rank's part [T, E] of every second sum goes; or [T, width], which is not wider."""
         begin = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks + self.rank)
         return self._view(begin, (self.shape.max_tokens, width or self.shape.hidden_size), np.float32)
 

@@ -193,8 +193,8 @@ class RankGroup:
         self._ranks.end()
 
     def tell(self, message: Copies | SlotTask) -> None:
-        """Has all copy these blocks or states, or begin to read this adapter, before the step that is handed over next.
-        Called in any thread.
+        """Has all copy these blocks or states, or begin to read this adapter, before the step that is handed
+        over next. Called in any thread.
         """
         assert self._ranks is not None, "started before"
         with self._telling:
