@@ -41,7 +41,8 @@ RankLogitsArgs = structure("RankLogitsArgs")
 # Kinds of a step in ranks.h.
 FORWARD, LOGITS = 0, 1
 # Rows of a micro-batch, at least: each reads all weights of a stage, which products of fewer rows wait for.
-LEAST_ROWS = 32
+# And of one where there are more micro-batches than stages: reading is little beside such products.
+LEAST_ROWS, MORE_ROWS = 32, 64
 # All words lie on the first page.
 _WORDS_BYTES = 4096
 _NUM_NUMBERS = 8
@@ -65,6 +66,8 @@ class RanksShape:
     # Experts that a token passes in a layer, and W; zeros where there are none.
     num_active: int = 0
     expert_width: int = 0
+    # Micro-batches for each stage of a pipeline, at most.
+    most_by_stage: int = 4
 
     @property
     def num_ranks(self) -> int:
@@ -73,10 +76,21 @@ class RanksShape:
 
     def num_micro_batches(self, num_tokens: int) -> int:
         """How many parts a step of so many rows is cut into: as many as there are stages, so that all compute
-        at a time; or one, where these would be small.
+        at a time; some times as many of a long step, since all but one wait for the first part, and again for
+        the last; or one, where these would be small.
         """
         stages = self.degrees.pipeline
-        return stages if num_tokens >= stages * LEAST_ROWS else 1
+        if stages == 1 or num_tokens < stages * LEAST_ROWS:
+            return 1
+        count = stages
+        while count < self.most_by_stage * stages and num_tokens >= 2 * count * MORE_ROWS:
+            count *= 2
+        return count
+
+    @property
+    def micro_batch_counts(self) -> list[int]:
+        """Those of all steps that there may be, ascending; the first is 1."""
+        return sorted(set(map(self.num_micro_batches, range(1, self.max_tokens + 1))))
 
     @property
     def num_places(self) -> int:

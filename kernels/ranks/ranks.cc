@@ -24,7 +24,7 @@ constexpr uint64_t kIdleSpinUs = 160;
 constexpr int64_t kSleepMs = 20;
 constexpr int64_t kForward = 0;
 // Numbers of a step's micro-batches are below this.
-constexpr uint32_t kMicroBatches = 32;
+constexpr uint32_t kMicroBatches = 128;
 // Floats that are summed at a time, in the first cache.
 constexpr int64_t kPiece = 1024;
 

@@ -142,6 +142,30 @@ def test_stages_give_the_bits_of_one_process(
         assert_near(ours, theirs, FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("case", ["llama", "bamba"])
+def test_long_steps_are_cut_into_more_micro_batches(case: str, tmp_path: Path) -> None:
+    """Of 150, 300 and 600 rows in two, four and eight; which changes no bit."""
+    model_type, changes = CASES[case]
+    make_checkpoint(tmp_path, model_type, **changes)
+
+    def run(runner: ModelRunner) -> list[Any]:
+        with closing(runner):
+            return [
+                bits(
+                    Driver(runner).run(
+                        [Job(prompt_of(150, 199, seed=each), 3, GREEDY) for each in range(count)]
+                    )
+                )
+                for count in (1, 2, 4)
+            ]
+
+    staged = shared(tmp_path, 1, 1, 2)
+    assert isinstance(staged.model, NativeDecoder)
+    assert staged.model.ranks is not None
+    assert [staged.model.ranks.shape.num_micro_batches(150 * count) for count in (1, 2, 4)] == [2, 4, 8]
+    assert run(staged) == run(open_runner(tmp_path, native="required"))
+
+
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
 def test_experts_apart_have_the_bits_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
     """A token's experts are added up in its own order, wherever they were computed."""
