@@ -320,7 +320,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
 
 
 def _plan_of_rank(given: PlanInput) -> MemoryPlan:
-    """The plan of one rank, or of all that there is."""
+    """The plan of one rank, or of all that there is. A stage may have no layer that attends."""
     cache, spec = given.config.cache, given.spec
     _check_cache(given)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
@@ -362,7 +362,6 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     num_states = room.num_states(wanted - sequence_bytes)
     kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
-    # A stage of a pipeline may have no layer that attends.
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // max(1, per_block)
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)

@@ -42,7 +42,7 @@ RankLogitsArgs = structure("RankLogitsArgs")
 FORWARD, LOGITS = 0, 1
 # Rows of a micro-batch, at least: each reads all weights of a stage, which products of fewer rows wait for.
 # And of one where there are more micro-batches than stages: reading is little beside such products.
-LEAST_ROWS, MORE_ROWS = 32, 64
+LEAST_ROWS, MORE_ROWS = 32, 128
 # All words lie on the first page.
 _WORDS_BYTES = 4096
 _NUM_NUMBERS = 8
