@@ -76,6 +76,7 @@ COMMANDS = {
     "on_demand": "on_demand",
     "on_vllm_overload": "peers.on_vllm --overload 30 --batched-tokens 256",
     "quality_forms": "quality_forms",
+    "ranks_stages": "ranks_speed --stages --rows 64 --prompts 512 1024",
     "test_time": "test_time",
     "test_time_smollm2": "test_time --model smollm2-135m --temperature 0.7 --questions 200 "
     "--ways 0.9 deepconf search",

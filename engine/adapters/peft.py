@@ -164,10 +164,10 @@ class AdapterFile:
         if found is None:
             return None
         _, scale = self.config.scale_of(module)
-        own = WHOLE_PART if cut is None else slice(cut.begin, cut.end)
-        by_outputs = cut is not None and cut.axis == 0
-        down = self._read(found[0], WHOLE_PART, WHOLE_PART if by_outputs else own)
-        up = self._read(found[1], own if by_outputs else WHOLE_PART, WHOLE_PART)
+        runs = [WHOLE_PART] if cut is None else [slice(begin, end) for begin, end in cut.runs]
+        rows, columns = (runs, [WHOLE_PART]) if cut is None or cut.axis == 0 else ([WHOLE_PART], runs)
+        down = np.concatenate([self._read(found[0], WHOLE_PART, run) for run in columns], axis=1)
+        up = np.concatenate([self._read(found[1], run, WHOLE_PART) for run in rows])
         with np.errstate(over="ignore", invalid="ignore"):
             up = np.ascontiguousarray(up * np.float32(scale))
         for part, values in (("A", down), ("B", up)):

@@ -85,8 +85,8 @@ def _of_attention(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]
 def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
     """The same of what carries a state; parts that are put in another order take none."""
     if state.kind == "convolution":
-        yield hidden, [3 * hidden]
-        yield hidden, [hidden]
+        yield hidden, [3 * state.channels]
+        yield state.channels, [hidden]
         return
     values, heads = state.num_heads * state.value_dim, state.num_heads
     if state.kind == "selective":

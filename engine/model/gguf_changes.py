@@ -51,6 +51,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     # The type that it has when it is read, where this is not the file's.
     kind: str = ""
 
+    @property
+    def is_of_whole(self) -> bool:
+        """Whether a part of it is known only when all of it is undone."""
+        return self.columns is not None or self.shape is not None
+
     def undone(self, values: NDArray[Any]) -> NDArray[Any]:
         """A tensor's numbers, whose rows are in order, as its checkpoint had them."""
         if self.columns is not None:

@@ -125,6 +125,8 @@ class GgufFile:
         if entry.values is not None:
             whole = self._numbers(entry.tensor, self._data(entry, None))
             return _part_of(joined(whole, self._numbers(entry.values, entry.values.data)), part)
+        if part is not None and entry.change.is_of_whole:
+            return _part_of(self.array(name), part)
         return np.array(entry.change.undone(self._numbers(entry.tensor, self._data(entry, part))))
 
     def _numbers(self, tensor: Any, data: NDArray[Any]) -> NDArray[Any]:
@@ -148,6 +150,8 @@ class GgufFile:
 
     def block_of(self, name: str) -> int:
         """Inputs of a block of a tensor, which are not parted; 1 where each has its own number."""
+        if self._entries[name].change.kind:
+            return 1
         return int(self._gguf.GGML_QUANT_SIZES[self._entries[name].tensor.tensor_type][0])
 
     def _data(self, entry: _Entry, part: TensorPart | None) -> NDArray[Any]:
@@ -156,9 +160,11 @@ class GgufFile:
         if part is None:
             return entry.change.in_order(data)
         if part.axis == 0:
-            return entry.change.in_order(data, slice(part.begin, part.end))
+            runs = [entry.change.in_order(data, run) for run in part.slices]
+            return runs[0] if len(runs) == 1 else np.concatenate(runs)
         size, num_bytes = self._gguf.GGML_QUANT_SIZES[entry.tensor.tensor_type]
-        begin, end = (edge // size * num_bytes // data.itemsize for edge in (part.begin, part.end))
+        ((first, behind),) = part.runs
+        begin, end = (edge // size * num_bytes // data.itemsize for edge in (first, behind))
         return entry.change.in_order(data[:, begin:end])
 
     def _enter(self, tensor: Any) -> None:
@@ -237,8 +243,7 @@ class GgufFile:
 def _part_of(values: NDArray[Any], part: TensorPart | None) -> NDArray[Any]:
     if part is None:
         return values
-    own = slice(part.begin, part.end)
-    return values[own] if part.axis == 0 else values[:, own]
+    return np.concatenate([values[(slice(None),) * part.axis + (run,)] for run in part.slices], part.axis)
 
 
 def split_files(path: Path) -> list[Path]:

@@ -90,9 +90,9 @@ class NativeDecoder:
         self._caches: Sequence[Storage] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
-        # The same with what adapters add, and copies of slots; and both in micro-batches, for stages.
+        # The same with what adapters add, and copies of slots; and both by number of micro-batches.
         self._adapted: Program | None = None
-        self._in_micro_batches: tuple[Program, Program] | None = None
+        self._in_micro_batches: dict[int, tuple[Program, Program]] = {}
         self._adapter_rows: AdapterRows | None = None
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
@@ -149,9 +149,9 @@ class NativeDecoder:
     def _body_of_step(self) -> Program:
         """The body for the step's rows: adapters and copies cost those nothing that have none."""
         bodies = self._body, self._adapted
-        if self.ranks is not None and self.ranks.shape.num_micro_batches(self._step.num_tokens) > 1:
-            assert self._in_micro_batches is not None, "there are stages"
-            bodies = self._in_micro_batches
+        if self._in_micro_batches and self.ranks is not None:
+            count = self.ranks.shape.num_micro_batches(self._step.num_tokens)
+            bodies = self._in_micro_batches.get(count, bodies)
         body = bodies[bool(self._step.num_adapter_blocks or self._step.num_slot_copies)]
         assert body is not None, "forward comes first"
         return body
@@ -172,6 +172,8 @@ class NativeDecoder:
         step.votes = None if ragged.votes is None else _address(ragged.votes)
         states = batch.states
         if states is not None:
+            if self.ranks is not None:
+                self.ranks.check_states(states)
             step.state_slots = _address(states.slots)
             step.snapshot_starts = _address(states.snapshot_starts)
             step.snapshot_rows = _address(states.snapshot_rows)
@@ -305,10 +307,10 @@ class NativeDecoder:
             builder.ops = self._handed_over(self._step, FORWARD)
             add_forward(builder, self._step, num_micro_batches, add_layers)
 
-        ranks, in_micro_batches = self.ranks, None
-        if ranks is not None and ranks.last_stage:
-            add_body(ranks.last_stage + 1)
-            in_micro_batches = self._without_adapters(builder.ops), Program(self.library, builder.ops)
+        ranks, in_micro_batches = self.ranks, {}
+        for count in [] if ranks is None else ranks.shape.micro_batch_counts[1:]:
+            add_body(count)
+            in_micro_batches[count] = self._without_adapters(builder.ops), Program(self.library, builder.ops)
         add_body(1)
         if self.spec.pooling is not None and self.model.norm is not None:
             builder.norm_stream(self.model.norm)

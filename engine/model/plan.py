@@ -54,7 +54,7 @@ from engine.model.mtp import MTP, check_predictor, read_predictor_spec, read_tra
 from engine.model.rank_checks import check_ranks
 from engine.model.shards import WHOLE, Shard
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.model.state_memory import StateRoom, check_draft_states, draft_states_bytes, state_room
+from engine.model.state_memory import StateRoom, check_draft_states, draft_states_bytes, of_stages, state_room
 from engine.model.weight_memory import (
     WeightCount,
     WeightForm,
@@ -316,14 +316,15 @@ def fullest(given: PlanInput) -> PlanInput:
 
 
 def make_plan(given: PlanInput) -> MemoryPlan:
-    """The plan; where stages share the model, that of the fullest, since all have as many blocks. Raises
-    ConfigError with the numbers when not even one sequence of max_model_len fits.
+    """The plan; where stages share the model, that of the fullest, since all have as many blocks, with as
+    many states as fit into each. Raises ConfigError with the numbers when not even one sequence of
+    max_model_len fits.
     """
-    return _plan_of_rank(fullest(given) if given.stages else given)
+    return of_stages([_plan_of_rank(stage) for stage in given.stages or (given,)])
 
 
 def _plan_of_rank(given: PlanInput) -> MemoryPlan:
-    """The plan of one rank, or of all that there is."""
+    """The plan of one rank, or of all that there is. A stage may have no layer that attends."""
     cache, spec = given.config.cache, given.spec
     _check_cache(given)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
@@ -365,7 +366,7 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     num_states = room.num_states(wanted - sequence_bytes)
     kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
-    num_blocks = (kept_bytes - num_window_blocks * in_windows) // per_block
+    num_blocks = (kept_bytes - num_window_blocks * in_windows) // max(1, per_block)
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_ids, num_window_ids = (0, 0) if given.has_draft_model else ids

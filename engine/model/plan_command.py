@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         model = load_section(tables, "model", ModelConfig)
         if options.devices:
             return _share(config, model, asked, options, available)
-        given = fullest(plan_input(config, model, device=device, available_bytes=available))
-        plan = make_plan(given)
+        given = plan_input(config, model, device=device, available_bytes=available)
+        plan, given = make_plan(given), fullest(given)
         find_scorer(config.cache.kvzap, find(model.path), given.whole, given.remembers_because)
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)
@@ -329,7 +329,7 @@ def _ways_table(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -
     table = Table(title=f"{model.served_name} on up to {devices.count} devices of {human(devices.num_bytes)}")
     table.add_column("devices", justify="right", no_wrap=True)
     table.add_column("engine.parallel", no_wrap=True)
-    for name in ("weights", "tokens", "exchange", "meetings"):
+    for name in ("weights", "tokens", "states", "exchange", "meetings"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for each in plans:
@@ -339,13 +339,15 @@ def _ways_table(plans: list[SharedPlan], model: ModelConfig, devices: Devices) -
             ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "-",
             human(each.weights_bytes) if each.weights_bytes else "-",
             str(each.capacity_tokens or "-"),
+            f"{each.num_states} of {human(each.state_bytes)}" if each.num_states else "-",
             human(each.exchanged_bytes_per_token),
             str(each.meetings_per_step),
             "yes" if each.fits else "no",
         )
     table.caption = (
-        "weights of the fullest device; tokens of keys and values that all hold; what they tell each other "
-        "for a token, and how often a step waits until they have met"
+        "weights of the fullest device; tokens of keys and values that all hold; states of sequences, and a "
+        "device's part of one; what they tell each other for a token, and how often a step waits until they "
+        "have met"
     )
     return table
 

@@ -45,6 +45,9 @@ class SharedPlan(msgspec.Struct, frozen=True, kw_only=True):
     is_refused: bool = False
     # Of the fullest device; 0 where it does not fit.
     weights_bytes: int = 0
+    # Slots of the states that layers carry from token to token, and what a device has of one at most.
+    num_states: int = 0
+    state_bytes: int = 0
     # Tokens of keys and values that all together hold.
     capacity_tokens: int = 0
     # What ranks write for others for each token whose logits are wanted, all together.
@@ -109,9 +112,9 @@ def _shared(
         given = plan_input(config, model, device="cpu", available_bytes=available)
     except ConfigError as error:
         return replace(plan, reason=str(error), is_refused=True)
+    states = [each.spec.state for each in given.stages or (given,)]
     try:
-        given = fullest(given)
-        memory = make_plan(given)
+        memory, given = make_plan(given), fullest(given)
     except ConfigError as error:
         return replace(plan, reason=str(error))
     reason = why_too_small(given, memory)
@@ -120,6 +123,8 @@ def _shared(
         fits=not reason,
         reason=reason,
         weights_bytes=memory.weights_bytes,
+        num_states=memory.num_states,
+        state_bytes=max(0 if state is None else state.num_bytes for state in states),
         capacity_tokens=memory.capacity_tokens,
     )
 
@@ -130,13 +135,23 @@ def _exchange(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
         return 0, 0
     experts = spec.experts
     num_sparse = len(experts.layers) if experts is not None and degrees.expert > 1 else 0
-    # Attention's output and the feed-forward's of each layer; those of experts are told row by row.
-    sums = 2 * spec.num_layers - num_sparse if degrees.tensor > 1 else 0
+    # Of what each layer's halves give; those of experts are told row by row.
+    sums = _num_products(spec) - num_sparse if degrees.tensor > 1 else 0
     floats = sums * degrees.tensor * spec.hidden_size
+    if spec.state is not None and degrees.tensor > max(1, spec.state.num_groups) and spec.state.norm_spans:
+        # Squares of each group of heads, which lies on several ranks.
+        sums += len(spec.state.layers)
+        floats += len(spec.state.layers) * degrees.tensor
     if num_sparse and experts is not None:
         floats += num_sparse * experts.num_active * (experts.latent_size or spec.hidden_size)
     floats += (degrees.pipeline - 1) * spec.hidden_size + spec.vocab_size
     return _FLOAT_BYTES * floats, sums + num_sparse + degrees.pipeline
+
+
+def _num_products(spec: ModelSpec) -> int:
+    """Attention's and states' outputs, and feed-forwards'."""
+    feeding = range(spec.num_layers) if spec.feed_forward_layers is None else spec.feed_forward_layers
+    return len(spec.attending) + len(feeding) + (0 if spec.state is None else len(spec.state.layers))
 
 
 def told(plans: list[SharedPlan], devices: Devices) -> str:

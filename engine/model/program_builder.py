@@ -13,6 +13,7 @@ from typing import Any
 from engine.model.altup_ops import StreamBuffers, advance, gather, spread
 from engine.model.joined_ops import feed_joined
 from engine.model.per_layer_ops import add_input, read_rows
+from engine.model.rank_meetings import Meetings
 from engine.model.records import (
     Attention,
     FeedForward,
@@ -34,7 +35,7 @@ from kernels.adapters.native import NativeChanges
 from kernels.altup.native import CutOffArgs
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
-from kernels.experts.native import ExpertBuffers, ExpertsApart, SparseLayer, sparse_ops
+from kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
@@ -70,8 +71,7 @@ class ProgramBuilder:
         self.ops: list[Op] = []
         self.ranks = ranks
         self._copies_slots = copies_slots
-        # Sums over all ranks so far.
-        self._num_sums = 0
+        self.meetings = None if ranks is None else Meetings(ranks)
         self.max_tokens = max_tokens
         self._buffers: dict[tuple[str, int], Floats] = {}
         self.stream = self.buffer("stream", model.spec.hidden_size)
@@ -313,12 +313,21 @@ class ProgramBuilder:
 
     def product_of_parts(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """The same where each of several ranks has some of the inputs: what they get is added up."""
-        if self.ranks is None or self.ranks.shape.degrees.tensor == 1:
+        if self.meetings is None or self.meetings.is_alone:
             self.product(linear, x, out, join)
             return
-        self.product(linear, x, self.ranks.part(self._num_sums)[: self.max_tokens], False)
-        self.ops.append(self.ranks.sum_op(self.step, self._num_sums, out, accumulate=join))
-        self._num_sums += 1
+        part = self.meetings.part(self.max_tokens, self.spec.hidden_size)
+        self.product(linear, x, part, False)
+        self.ops.append(self.meetings.sum_op(self.step, out, join))
+
+    def squares_of_parts(self, args: ctypes.Structure, among: int, *keep: object) -> Floats:
+        """[T, 1]: sums of the squares that `args` (GatedRowArgs) say of as many ranks as `among`."""
+        assert self.meetings is not None, "of several ranks"
+        own, found = self.meetings.part(self.max_tokens, 1), self.buffer("squares", 1)
+        args.squares = address_of(own)
+        self.add("gated_squares", type(args).from_buffer_copy(args), *keep)
+        self.ops.append(self.meetings.sum_op(self.step, found, False, among))
+        return found
 
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
@@ -520,21 +529,6 @@ class ProgramBuilder:
         self.add("activation", args, gate_up, feed_forward, gates)
         self.product_of_parts(feed_forward.down, gate_up, out, join)
 
-    def _experts_apart(self, num_experts: int) -> ExpertsApart | None:
-        """How several ranks have experts of a layer: each puts what its own gave where all find it."""
-        ranks = self.ranks
-        if ranks is None:
-            return None
-        degrees, turn = ranks.shape.degrees, self._num_sums
-        self._num_sums += 1
-        parts = ranks.parts_of_experts(turn)
-        return ExpertsApart(
-            first=degrees.held_by(ranks.rank, num_experts).start,
-            rows=parts[degrees.expert_part_of(ranks.rank)],
-            parts=parts,
-            meet=ranks.meet_op(self.step),
-        )
-
     def sparse_feed_forward(
         self,
         feed_forward: SparseFeedForward,
@@ -571,7 +565,7 @@ class ProgramBuilder:
         ops = partial(
             sparse_ops,
             *(self.library, layer, self.expert_buffers, self.step + NUM_TOKENS),
-            apart=self._experts_apart(experts.num_experts),
+            apart=None if self.meetings is None else self.meetings.experts(self.step, experts.num_experts),
         )
         latent_in, latent_out = feed_forward.latent_in, feed_forward.latent_out
         if latent_in is None or latent_out is None:

@@ -71,7 +71,7 @@ def _torn(spec: ModelSpec, path: Path, degrees: Degrees) -> str:
     shard = Shard.of(spec, 0, degrees)
     for name, header in file.headers.items():
         part = shard.part_of(name, header.shape)
-        if part is not None and part.axis and (part.end - part.begin) % file.block_of(name):
+        if part is not None and part.axis and part.size % file.block_of(name):
             return name
     return ""
 

@@ -26,13 +26,12 @@ Floats = NDArray[np.float32]
 
 
 class LinearCut(msgspec.Struct, frozen=True):
-    """Elements [begin, end) of the outputs (axis 0) or inputs (axis 1) of a linear layer that has `size` of
-    them.
+    """Some of the `size` outputs (axis 0) or inputs (axis 1) of a linear layer: runs [begin, end) one behind
+    another.
     """
 
     axis: int
-    begin: int
-    end: int
+    runs: tuple[tuple[int, int], ...]
     size: int
 
 

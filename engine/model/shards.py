@@ -22,7 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from engine.model.spec import ModelSpec, TensorHeader
+from engine.model import state_shards
+from engine.model.spec import ModelSpec, StateSpec, TensorHeader
 from kernels.ranks.shares import Degrees, share_of
 
 _BY_OUTPUTS = (
@@ -30,8 +31,11 @@ _BY_OUTPUTS = (
 )
 _KEYS = (".k_proj.", ".v_proj.")
 _BY_INPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
+# Gates, and behind them as many others.
+_HALVES = ".gate_up_proj"
+_STATE = ".state."
 # Added once, by the first rank.
-_ADDED_ONCE = (".o_proj.bias", ".down_proj.bias")
+_ADDED_ONCE = (".o_proj.bias", ".down_proj.bias", state_shards.ADDED_ONCE)
 _HEAD = "lm_head.weight"
 # Names of experts' tensors; those of one expert have its number.
 _EXPERTS = re.compile(r"\.experts\.(?:(\d+)\.)?")
@@ -42,11 +46,20 @@ Value = TypeVar("Value")
 
 
 class TensorPart(NamedTuple):
-    """Elements [begin, end) of a tensor, of its first or of its second axis."""
+    """Elements of a tensor, of its first or of its second axis: runs [begin, end) one behind another."""
 
     axis: int
-    begin: int
-    end: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def slices(self) -> list[slice]:
+        """The runs."""
+        return [slice(begin, end) for begin, end in self.runs]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of that axis."""
+        return sum(end - begin for begin, end in self.runs)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +69,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     degrees: Degrees = Degrees()
     num_kv_heads: int = 0
     vocab_size: int = 0
+    state: StateSpec | None = None
     # The first layer of each stage, and the number of layers; empty where all have all.
     cuts: tuple[int, ...] = ()
 
@@ -70,6 +84,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             degrees=degrees,
             num_kv_heads=spec.num_kv_heads,
             vocab_size=spec.vocab_size,
+            state=spec.state,
             cuts=_cuts(sizes, degrees.pipeline) if degrees.pipeline > 1 else (),
         )
 
@@ -108,6 +123,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=max(1, spec.num_kv_heads // tensor),
             intermediate_size=spec.intermediate_size // tensor,
             experts=experts,
+            state=None if spec.state is None else state_shards.of_rank(spec.state, tensor),
+            factors=state_shards.factors_of_rank(spec.factors, spec.state, tensor),
         )
 
     def vocabulary(self, vocab_size: int) -> slice:
@@ -133,21 +150,35 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         rank, count = self.degrees.part_of(self.rank), self.degrees.tensor
         if experts is not None:
             rank, count = self.degrees.expert_part_of(self.rank), self.degrees.expert_parts
+        if count == 1:
+            return None
+        if self.state is not None and _STATE in name:
+            found = state_shards.cut(self.state, name, shape, rank, count)
+            return None if found is None else TensorPart(*found)
+        return self._cut_of_heads(name, shape, rank, count)
+
+    def _cut_of_heads(self, name: str, shape: tuple[int, ...], rank: int, count: int) -> TensorPart | None:
+        """Of a tensor of attention or of a feed-forward."""
         if name.endswith(_BY_INPUTS) and len(shape) == 2:
             return self._part(1, shape[1], rank, count)
-        if not name.rpartition(".")[0].endswith(_BY_OUTPUTS):
+        stem = name.rpartition(".")[0]
+        if stem.endswith(_HALVES):
+            half = shape[0] // 2
+            own = share_of(half, rank, count)
+            return TensorPart(0, ((own.start, own.stop), (half + own.start, half + own.stop)))
+        if not stem.endswith(_BY_OUTPUTS):
             return None
         if any(each in name for each in _KEYS) and count > max(1, self.num_kv_heads):
             # Several ranks have the same head.
             head, width = rank * self.num_kv_heads // count, shape[0] // self.num_kv_heads
-            return TensorPart(0, head * width, (head + 1) * width)
+            return TensorPart(0, ((head * width, (head + 1) * width),))
         return self._part(0, shape[0], rank, count)
 
     def _part(self, axis: int, size: int, rank: int, count: int) -> TensorPart | None:
         if count == 1:
             return None
         share = share_of(size, rank, count)
-        return TensorPart(axis, share.start, share.stop)
+        return TensorPart(axis, ((share.start, share.stop),))
 
     def adds(self, name: str) -> bool:
         """Whether the rank adds what is in a tensor: biases of what is summed are added by one of them."""
@@ -188,7 +219,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             part = self.part_of(name, header.shape)
             if part is not None:
                 shape = list(header.shape)
-                shape[part.axis] = part.end - part.begin
+                shape[part.axis] = part.size
                 found[name] = msgspec.structs.replace(header, shape=tuple(shape))
         return found
 
@@ -210,13 +241,23 @@ def _cuts(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
 def _only(spec: ModelSpec, layers: range) -> ModelSpec:
     """A model of these layers alone; the others are before and behind it."""
     run = slice(layers.start, layers.stop)
-    experts = spec.experts
+
+    def own(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer - layers.start for layer in numbers if layer in layers)
+
+    experts, state = spec.experts, spec.state
     if experts is not None:
-        own = tuple(layer - layers.start for layer in experts.layers if layer in layers)
-        experts = msgspec.structs.replace(experts, layers=own)
+        experts = msgspec.structs.replace(experts, layers=own(experts.layers))
+    if state is not None:
+        state = msgspec.structs.replace(state, layers=own(state.layers)) if own(state.layers) else None
+    halves = (spec.attention_layers, spec.feed_forward_layers)
+    attention, feed_forward = (None if each is None else own(each) for each in halves)
     return msgspec.structs.replace(
         spec,
         num_layers=len(layers),
+        attention_layers=attention,
+        feed_forward_layers=feed_forward,
+        state=state,
         layer_heads=spec.layer_heads[run],
         intermediate_sizes=spec.intermediate_sizes[run],
         gate_cuts=spec.gate_cuts[run],
@@ -282,7 +323,8 @@ def _one_of(spec: ModelSpec, name: str, most: int) -> str:
 def _why_not_cut(spec: ModelSpec, size: int) -> str:
     """Why layers are not cut into so many parts; empty when they are."""
     experts, inner = spec.experts, spec.intermediate_size
-    if experts is not None and not experts.joins_dense and len(experts.layers) == spec.num_layers:
+    feeding = range(spec.num_layers) if spec.feed_forward_layers is None else spec.feed_forward_layers
+    if experts is not None and not experts.joins_dense and set(feeding) <= set(experts.layers):
         inner = 0
     shared = 0 if experts is None else experts.shared_intermediate_size
     for name, count in (
@@ -298,7 +340,7 @@ def _why_not_cut(spec: ModelSpec, size: int) -> str:
             f"it neither divides nor is a multiple of the {kv_heads} heads of keys and values of "
             f"{spec.architecture}"
         )
-    return ""
+    return "" if spec.state is None else state_shards.why_not_cut(spec.state, size, spec.architecture)
 
 
 def _why_not_spread(spec: ModelSpec, degrees: Degrees) -> Refusal | None:
@@ -335,10 +377,9 @@ def _why_not_staged(spec: ModelSpec, stages: int) -> Refusal | None:
 def _never_shared(spec: ModelSpec) -> Iterator[str]:
     """What no rank behind the first is told of, or reads."""
     for has, what in (
-        (spec.state is not None, "layers that carry a state"),
         (spec.pooling is not None or spec.bidirectional, "a pooled output"),
         (spec.per_layer is not None or spec.altup is not None, "a second embedding or several streams"),
-        (bool(spec.factors) or spec.inputs_first, "weights in another order or scale"),
+        (spec.inputs_first, "weights in another order"),
     ):
         if has:
             yield what
@@ -352,11 +393,11 @@ def _never_cut(spec: ModelSpec) -> Iterator[str]:
             "weights that are quantized in the checkpoint",
         ),
         (bool(spec.layer_heads or spec.intermediate_sizes or spec.gate_cuts), "layers of different sizes"),
-        (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
-        (spec.fused_qkv != "none" or spec.fused_gate_up, "fused projections"),
-        (spec.attention_gate != "none" or spec.attention_sinks, "gates or sinks of heads"),
+        (spec.fused_qkv != "none", "fused projections"),
+        (spec.attention_sinks, "sinks of heads"),
         (spec.norms_all_heads, "norms over all heads together, or of each head's own"),
-        (spec.up_first, "weights in another order or scale"),
+        (spec.up_first, "weights in another order"),
+        (spec.state is not None and not state_shards.is_cut(spec.state), "states that are not cut by heads"),
     ):
         if has:
             yield what
@@ -366,7 +407,7 @@ def _never_staged(spec: ModelSpec) -> Iterator[str]:
     """What layers must not have of which a stage has some."""
     for has, what in (
         (any(each.cache_of is not None for each in spec.layer_heads), "layers that read others' keys"),
-        (spec.attention_layers is not None or spec.feed_forward_layers is not None, "half layers"),
+        (spec.norm_placement == "sum", "norms that take the stream's place"),
     ):
         if has:
             yield what

@@ -198,6 +198,11 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * (self.key_dim if self.channel_decays else 1)
 
     @property
+    def norm_spans(self) -> bool:
+        """Whether a norm is over several heads."""
+        return self.norm_size > self.value_dim
+
+    @property
     def shape(self) -> StateShape:
         """What a sequence keeps in each of the layers."""
         return StateShape(

@@ -35,8 +35,14 @@ class OpBuilder(Protocol):
     def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b."""
 
+    def product_of_parts(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
+        """The same where each of several ranks has some of the inputs."""
+
     def head_product(self, x: Floats, weight: Values, out: Floats) -> None:
         """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M]."""
+
+    def squares_of_parts(self, args: ctypes.Structure, among: int, *keep: object) -> Floats:
+        """[T, 1]: sums of the squares that `args` (GatedRowArgs) say of as many ranks as `among`."""
 
 
 def add_convolution(
@@ -62,7 +68,7 @@ def add_convolution(
         activates=0,
     )
     builder.add("short_convolution", args, mixer, cache, inner, mixed)
-    builder.product(mixer.output, mixed, out, join)
+    builder.product_of_parts(mixer.output, mixed, out, join)
 
 
 def _convolve(
@@ -111,7 +117,7 @@ def add_recurrence(
         builder.product(mixer.decay_up, taken, decays, False)
     _add_scan(builder, mixer, cache, (inner, channels, decays), mixed)
     _add_norm(builder, mixer, gate, mixed)
-    builder.product(mixer.output, mixed, out, join)
+    builder.product_of_parts(mixer.output, mixed, out, join)
 
 
 def add_unit(
@@ -139,7 +145,7 @@ def add_unit(
     )
     builder.add("rg_lru", unit, mixer, cache, channels, gates)
     add_gate(builder, channels, inner[:, width:], kind="gelu_tanh")
-    builder.product(mixer.output, channels, out, join)
+    builder.product_of_parts(mixer.output, channels, out, join)
 
 
 def add_selection(
@@ -169,7 +175,7 @@ def add_selection(
     )
     builder.add("selective_scan", scan, mixer, cache, channels, steps, keys, queries)
     add_gate(builder, channels, inner[:, width:], kind="silu")
-    builder.product(mixer.output, channels, out, join)
+    builder.product_of_parts(mixer.output, channels, out, join)
 
 
 def _add_selected(builder: OpBuilder, mixer: SelectiveUnit, channels: Floats) -> list[Floats]:
@@ -196,8 +202,11 @@ def _add_selected(builder: OpBuilder, mixer: SelectiveUnit, channels: Floats) ->
 
 
 def _add_norm(builder: OpBuilder, mixer: Recurrence, gate: Floats, mixed: Floats) -> None:
-    """The norm of what was scanned, under a gate, in place."""
+    """The norm of what was scanned, under a gate, in place. It may be over the heads of several ranks, which
+    have as many each.
+    """
     spec, width = mixer.spec, mixed.shape[1]
+    among = max(1, spec.norm_size // width)
     args = GatedRowArgs(
         step=builder.step,
         x=address_of(mixed),
@@ -205,15 +214,18 @@ def _add_norm(builder: OpBuilder, mixer: Recurrence, gate: Floats, mixed: Floats
         weight=None if mixer.norm is None else address_of(mixer.norm),
         out=address_of(mixed),
         width=width,
-        size=spec.norm_size or width,
+        size=min(spec.norm_size or width, width),
         x_stride=row_stride(mixed),
         gate_stride=row_stride(gate),
         shares_weight=int(spec.kind == "delta"),
         gate_first=int(spec.gate_first),
         gate_kind=GATES[spec.gate_kind],
         eps=spec.norm_eps,
+        whole=spec.norm_size,
     )
-    builder.add("gated_norm", args, mixer, gate, mixed)
+    squares = builder.squares_of_parts(args, among, mixer, gate, mixed) if among > 1 else None
+    args.squares = None if squares is None else address_of(squares)
+    builder.add("gated_norm", args, mixer, gate, mixed, squares)
 
 
 def _add_scan(

@@ -44,10 +44,10 @@ def read_state(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) 
     if state.convolution_bias:
         bias = read_floats(weights, f"{prefix}.conv1d.bias", state.channels)
     common: dict[str, Any] = {"weight": taps.squeeze(1).T.contiguous(), "bias": bias}
-    inputs = hidden if state.kind == "convolution" else state.num_heads * state.value_dim
+    inputs = state.channels if state.kind == "convolution" else state.num_heads * state.value_dim
     common["output"] = read_linear(weights, [f"{prefix}.out_proj"], [hidden], inputs, state.bias)
     if state.kind == "convolution":
-        inner = read_linear(weights, [f"{prefix}.in_proj"], [3 * hidden], hidden, state.bias)
+        inner = read_linear(weights, [f"{prefix}.in_proj"], [3 * state.channels], hidden, state.bias)
         return ShortConvolution(inner=inner, **common)
     if state.kind == "rg_lru":
         names = [f"{prefix}.x_proj", f"{prefix}.y_proj"]

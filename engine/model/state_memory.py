@@ -4,10 +4,13 @@ copies at block boundaries, from which prompts with the same beginning go on. No
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.config import EngineConfig
 from engine.model.spec import ModelSpec
+from engine.types import MemoryPlan
 from runtime.errors import ConfigError
 
 # Keys and values that lie between two copies take so many times a copy's bytes, within limits of tokens.
@@ -55,6 +58,23 @@ def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -
         bytes_per_state=size,
         least=config.scheduler.max_num_seqs + LEAST_COPIES + drafts,
         interval=-(-tokens // block) * block,
+    )
+
+
+def of_stages(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """What holds in each stage of a pipeline, as the one has it that has room for the fewest blocks: states
+    as many as any stage has room for, and as often as the one that leaves the fewest copies.
+    """
+    fullest = min(plans, key=lambda plan: plan.num_blocks)
+    counts = [plan.num_states for plan in plans if plan.num_states]
+    if len(plans) == 1 or not counts:
+        return fullest
+    per_state = fullest.state_bytes // fullest.num_states if fullest.num_states else 0
+    return msgspec.structs.replace(
+        fullest,
+        num_states=min(counts),
+        state_bytes=min(counts) * per_state,
+        state_interval=max(plan.state_interval for plan in plans),
     )
 
 

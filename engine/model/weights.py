@@ -312,10 +312,9 @@ class WeightReader:
         file, stored = self._open(header.file), header.stored_name or name
         part = self.shard.part_of(name, self._whole[name].shape)
         if part is not None:
-            elements = slice(part.begin, part.end)
             view = file.get_slice(stored)
-            own: Tensor = view[:, elements].contiguous() if part.axis else view[elements]
-            return own
+            runs = [view[:, run].contiguous() if part.axis else view[run] for run in part.slices]
+            return runs[0] if len(runs) == 1 else torch.cat(runs, dim=part.axis)
         tensor: Tensor = file.get_tensor(stored)
         return tensor if self.shard.adds(name) else torch.zeros_like(tensor)
 
@@ -368,7 +367,7 @@ class WeightReader:
         part = None if header is None else self.shard.part_of(f"{name}.weight", header.shape)
         if header is None or part is None:
             return None
-        return LinearCut(axis=part.axis, begin=part.begin, end=part.end, size=header.shape[part.axis])
+        return LinearCut(axis=part.axis, runs=part.runs, size=header.shape[part.axis])
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""

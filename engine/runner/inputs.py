@@ -148,7 +148,7 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         ragged=ragged,
         windows=None if kept is None else WindowBlocks(slots=window_slots[0], block_tables=kept[tables]),
         adapters=_adapters_of(table, owners, rows.shape[1]),
-        states=_states_of(scheduled, table, slots, starts, query_starts) if model.spec.state else None,
+        states=_states_of(scheduled, table, slots, starts, query_starts) if storage.num_states else None,
         slot_copies=None if branches is None else branches.slot_copies,
         recent_rows=storage.recent_rows(slots),
     )

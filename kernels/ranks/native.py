@@ -30,6 +30,7 @@ from kernels.host import address_of
 from kernels.native.library import NativeLibrary, Op
 from kernels.native.mirror import structure
 from kernels.ranks.shares import Degrees, share_of
+from kernels.recurrent.rows import StateRows
 
 RankStepArgs = structure("RankStepArgs")
 RankDoneArgs = structure("RankDoneArgs")
@@ -40,10 +41,13 @@ RankLogitsArgs = structure("RankLogitsArgs")
 # Kinds of a step in ranks.h.
 FORWARD, LOGITS = 0, 1
 # Rows of a micro-batch, at least: each reads all weights of a stage, which products of fewer rows wait for.
-LEAST_ROWS = 32
+# And of one where there are more micro-batches than stages: reading is little beside such products.
+LEAST_ROWS, MORE_ROWS = 32, 128
 # All words lie on the first page.
 _WORDS_BYTES = 4096
 _NUM_NUMBERS = 8
+# Of each token that a step computes at most: at the end of a block, and before a draft.
+_MOST_SNAPSHOTS = 2
 _ALIGNMENT = 64
 
 
@@ -62,6 +66,8 @@ class RanksShape:
     # Experts that a token passes in a layer, and W; zeros where there are none.
     num_active: int = 0
     expert_width: int = 0
+    # Micro-batches for each stage of a pipeline, at most.
+    most_by_stage: int = 4
 
     @property
     def num_ranks(self) -> int:
@@ -70,10 +76,21 @@ class RanksShape:
 
     def num_micro_batches(self, num_tokens: int) -> int:
         """How many parts a step of so many rows is cut into: as many as there are stages, so that all compute
-        at a time; or one, where these would be small.
+        at a time; some times as many of a long step, since all but one wait for the first part, and again for
+        the last; or one, where these would be small.
         """
         stages = self.degrees.pipeline
-        return stages if num_tokens >= stages * LEAST_ROWS else 1
+        if stages == 1 or num_tokens < stages * LEAST_ROWS:
+            return 1
+        count = stages
+        while count < self.most_by_stage * stages and num_tokens >= 2 * count * MORE_ROWS:
+            count *= 2
+        return count
+
+    @property
+    def micro_batch_counts(self) -> list[int]:
+        """Those of all steps that there may be, ascending; the first is 1."""
+        return sorted(set(map(self.num_micro_batches, range(1, self.max_tokens + 1))))
 
     @property
     def num_places(self) -> int:
@@ -95,6 +112,12 @@ class RanksShape:
         return 3 * self.max_tokens + 2 * self.max_sequences + 1 + self.max_sequences * self.max_columns
 
     @property
+    def state_rooms(self) -> tuple[int, ...]:
+        """Elements of the arrays that say where states lie: int64, as those of StateRows."""
+        snapshots = _MOST_SNAPSHOTS * self.max_tokens
+        return self.max_sequences, self.max_sequences + 1, snapshots, snapshots
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the memory; what is not written takes none."""
         return _Places(self).end
@@ -110,7 +133,8 @@ class _Places:
         # Rows with adapters, and their blocks: each row may be one of its own.
         self.adapter_rows = _aligned(self.rows + 8 * shape.max_rows)
         self.adapter_blocks = _aligned(self.adapter_rows + 8 * shape.max_tokens)
-        self.parts = _aligned(self.adapter_blocks + 3 * 8 * shape.max_tokens)
+        self.states = _aligned(self.adapter_blocks + 3 * 8 * shape.max_tokens)
+        self.parts = _aligned(self.states + 8 * sum(shape.state_rooms))
         # Bytes of one rank's part of a sum, and of its logits.
         self.part_bytes = _aligned(4 * shape.max_tokens * shape.hidden_size)
         # What experts gave, in one room.
@@ -198,6 +222,7 @@ class Ranks:
             rows=self._words + self._places.rows,
             adapter_rows=self._words + self._places.adapter_rows,
             adapter_blocks=self._words + self._places.adapter_blocks,
+            states=self._words + self._places.states,
             messages=address_of(self.num_messages),
             kind=kind,
             most_tokens=self.shape.max_tokens,
@@ -215,6 +240,12 @@ class Ranks:
                 f"a step of {num_tokens} tokens, {num_sequences} sequences and {columns} block columns, but "
                 f"ranks have room for {most[0]}, {most[1]} and {most[2]}"
             )
+
+    def check_states(self, states: StateRows) -> None:
+        """Raises ValueError for more snapshots than the memory has room for."""
+        count, most = states.snapshot_rows.size, self.shape.state_rooms[2]
+        if count > most:
+            raise ValueError(f"{count} snapshots of states, but ranks have room for {most}")
 
     def check_rows(self, num_rows: int) -> None:
         """Raises ValueError for more rows of logits than the memory has room for."""
@@ -262,6 +293,19 @@ class Ranks:
         num_rows = int(blocks[-1, :2].sum())
         return AdapterRows(self._view(self._places.adapter_rows, (num_rows,), np.int64), blocks)
 
+    def states(self) -> StateRows | None:
+        """Where the states of a forward's sequences lie; None where these have none. Holds as `arrays`."""
+        count, sequences = int(self._numbers[7]), int(self._numbers[2])
+        if count < 0:
+            return None
+        found, begin = [], self._places.states
+        sizes = (sequences, sequences + 1, count, count)
+        for size, room in zip(sizes, self.shape.state_rooms, strict=True):
+            found.append(self._view(begin, (size,), np.int64))
+            begin += 8 * room
+        slots, starts, rows, targets = found
+        return StateRows(slots=slots, snapshot_starts=starts, snapshot_rows=rows, snapshot_slots=targets)
+
     def rows(self) -> NDArray[np.int64]:
         """The rows [R] whose logits are wanted."""
         return self._view(self._places.rows, (int(self._numbers[4]),), np.int64)
@@ -276,6 +320,8 @@ class Ranks:
         """Fills in the Step `micro_batch`: some rows of the one at the address `step`."""
         starts, lengths = np.zeros((2, self.shape.max_sequences + 1), np.int64)
         adapters = np.zeros((4, self.shape.max_tokens), np.int64)
+        # Of sequences and of snapshots.
+        begins, snapshots = (np.zeros(size, np.int64) for size in self.shape.state_rooms[1:3])
         args = RankMicroBatchArgs(
             step=step,
             micro_batch=ctypes.addressof(micro_batch),
@@ -283,10 +329,13 @@ class Ranks:
             context_lens=address_of(lengths),
             adapter_rows=address_of(adapters),
             adapter_blocks=address_of(adapters[1:]),
+            snapshot_starts=address_of(begins),
+            snapshot_rows=address_of(snapshots),
             index=index,
             count=count,
         )
-        return Op(self.library, "rank_micro_batch", args, micro_batch, starts, lengths, adapters)
+        keep = (micro_batch, starts, lengths, adapters, begins, snapshots)
+        return Op(self.library, "rank_micro_batch", args, *keep)
 
     def hidden(self, stage: int) -> NDArray[np.float32]:
         """[T, E]: where a stage's hidden states go. Those of the last one hold until the next forward."""
@@ -322,10 +371,10 @@ class Ranks:
 
     # --- what the ranks of a stage do together ---
 
-    def part(self, turn: int) -> NDArray[np.float32]:
-        """Where this rank's part [T, E] of every second sum goes."""
+    def part(self, turn: int, width: int = 0) -> NDArray[np.float32]:
+        """Where this rank's part [T, E] of every second sum goes; or [T, width], which is not wider."""
         begin = self._places.parts + self._places.part_bytes * (turn % 2 * self.shape.num_ranks + self.rank)
-        return self._view(begin, (self.shape.max_tokens, self.shape.hidden_size), np.float32)
+        return self._view(begin, (self.shape.max_tokens, width or self.shape.hidden_size), np.float32)
 
     def parts_of_experts(self, turn: int) -> NDArray[np.float32]:
         """[expert parts, P, W]: where what experts gave goes in every second turn; the same at all ranks of a
@@ -351,20 +400,25 @@ class Ranks:
             "num_ranks": degrees.stage_size,
         }
 
-    def sum_op(self, step: int, turn: int, out: NDArray[np.float32], *, accumulate: bool) -> Op:
-        """out [T, E] (+)= the parts of a layer. `step` is the Step's address; `turn` counts the sums of a
-        program.
+    def sum_op(
+        self, step: int, turn: int, out: NDArray[np.float32], *, accumulate: bool, among: int = 0
+    ) -> Op:
+        """out [T, E] (+)= the parts of a layer, or of another width. `step` is the Step's address; `turn`
+        counts the sums of a program. `among`: ranks that follow one another, of whose parts a sum is; 0: all.
         """
         assert out.flags.c_contiguous, "rows lie one behind the other"
-        room = turn % 2 * self.shape.num_ranks + self.shape.degrees.first_of(self.stage)
+        degrees = self.shape.degrees
+        among = among or degrees.tensor
+        first_part = degrees.part_of(self.rank) // among * among
+        room = turn % 2 * self.shape.num_ranks + degrees.first_of(self.stage) + first_part
         first = self._places.parts + self._places.part_bytes * room
         args = RankSumArgs(
             step=step,
             parts=self._words + first,
             out=address_of(out),
             part_stride=self._places.part_bytes // 4,
-            width=self.shape.hidden_size,
-            num_parts=self.shape.degrees.tensor,
+            width=out.shape[1],
+            num_parts=among,
             accumulate=int(accumulate),
             **self._meeting(),
         )

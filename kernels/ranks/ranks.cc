@@ -24,7 +24,7 @@ constexpr uint64_t kIdleSpinUs = 160;
 constexpr int64_t kSleepMs = 20;
 constexpr int64_t kForward = 0;
 // Numbers of a step's micro-batches are below this.
-constexpr uint32_t kMicroBatches = 32;
+constexpr uint32_t kMicroBatches = 128;
 // Floats that are summed at a time, in the first cache.
 constexpr int64_t kPiece = 1024;
 
@@ -136,6 +136,39 @@ void pick_adapters(const RankMicroBatchArgs& args, Range rows) {
   args.micro_batch->adapter_blocks = args.adapter_blocks;
 }
 
+// Where the states of a micro-batch's sequences lie, of which `first` is the first one, and the snapshots that its rows leave.
+void pick_states(const RankMicroBatchArgs& args, Range rows, int64_t first) {
+  const Step& step = *args.step;
+  Step& own = *args.micro_batch;
+  own.state_slots = step.state_slots + first;
+  int64_t begin = step.snapshot_starts[first], count = 0;
+  const int64_t end = step.snapshot_starts[first + own.num_sequences];
+  // Those of its first sequence may belong to rows before it.
+  while (begin < end && step.snapshot_rows[begin] < rows.begin) ++begin;
+  for (int64_t sequence = 0; sequence < own.num_sequences; ++sequence) {
+    args.snapshot_starts[sequence] = count;
+    const int64_t behind = step.snapshot_starts[first + sequence + 1];
+    for (; begin + count < behind && step.snapshot_rows[begin + count] < rows.end; ++count)
+      args.snapshot_rows[count] = step.snapshot_rows[begin + count] - rows.begin;
+  }
+  args.snapshot_starts[own.num_sequences] = count;
+  own.snapshot_starts = args.snapshot_starts;
+  own.snapshot_rows = args.snapshot_rows;
+  own.snapshot_slots = step.snapshot_slots + begin;
+}
+
+// What the others are told of states; -1 where there are none, else the number of snapshots.
+int64_t hand_over_states(const RankStepArgs& args) {
+  const Step& step = *args.step;
+  if (args.kind != kForward || !step.state_slots) return -1;
+  const int64_t count = step.snapshot_starts[step.num_sequences];
+  int64_t* to = copy(step.state_slots, step.num_sequences, args.most_sequences, args.states);
+  to = copy(step.snapshot_starts, step.num_sequences + 1, args.most_sequences + 1, to);
+  to = copy(step.snapshot_rows, count, 2 * args.most_tokens, to);
+  copy(step.snapshot_slots, count, 0, to);
+  return count;
+}
+
 }  // namespace
 
 extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
@@ -144,7 +177,7 @@ extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
   others_are_done(args.words, args.num_ranks);
   const int64_t numbers[] = {args.kind,       step.num_tokens,     step.num_sequences,
                              step.max_blocks, step.num_logit_rows, *args.messages,
-                             step.num_adapter_blocks};
+                             step.num_adapter_blocks, hand_over_states(args)};
   std::memcpy(args.numbers, numbers, sizeof(numbers));
   if (args.kind == kForward) {
     int64_t* to = args.arrays;
@@ -192,6 +225,7 @@ extern "C" void rank_micro_batch(const RankMicroBatchArgs& args, int thread, int
   own.context_lens = args.context_lens;
   own.block_tables = step.block_tables + first * step.max_blocks;
   pick_adapters(args, rows);
+  if (step.state_slots) pick_states(args, rows, first);
 }
 
 extern "C" void rank_send(const RankRowsArgs& args, int thread, int num_threads) {

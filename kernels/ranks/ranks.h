@@ -2,8 +2,8 @@
 // first rank hands to the others, sums of what each rank of a stage has of a product, hidden states from one stage of the
 // pipeline to the next, and logits side by side.
 //
-// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, A rows of adapters, B blocks of these, E
-// width, V vocabulary, N ranks, G ranks of a stage.
+// Shape letters: T tokens, S sequences, C block columns, R rows whose logits are wanted, A rows of adapters, B blocks of these, P
+// snapshots of states, E width, V vocabulary, N ranks, G ranks whose parts are added up.
 #pragma once
 
 #include "native/op.h"
@@ -23,7 +23,7 @@ constexpr int64_t kNumWords = kFirstSentWord + kMostRanks;
 struct RankStepArgs {
   const Step* step;
   uint32_t* words;
-  // What kind of step it is, T, S, C, R, messages that are to be read before it, and B.
+  // What kind of step it is, T, S, C, R, messages that are to be read before it, B, and P; P is -1 where sequences have no states.
   int64_t* numbers;
   // [T] token_ids, positions, slots, each with room for most_tokens; [S + 1] query_starts and [S] context_lens for
   // most_sequences; [S, C] block_tables.
@@ -31,6 +31,8 @@ struct RankStepArgs {
   int64_t* rows;  // [R] logit_rows
   int64_t* adapter_rows;    // [A], with room for most_tokens
   int64_t* adapter_blocks;  // [B, 3], the same
+  int64_t* states;          // [S] state_slots and [S + 1] snapshot_starts with room for most_sequences, [P] snapshot_rows with room for
+                            // 2 most_tokens, [P] snapshot_slots
   const int64_t* messages;  // sent so far
   int64_t kind;  // 0 is a forward, 1 are logits of some of its rows
   int64_t most_tokens, most_sequences;
@@ -52,6 +54,8 @@ struct RankMicroBatchArgs {
   int64_t* context_lens;
   int64_t* adapter_rows;  // [A], [B, 3]: the same
   int64_t* adapter_blocks;
+  int64_t* snapshot_starts;  // [S + 1], [P]: the same
+  int64_t* snapshot_rows;
   int64_t index, count;  // of the micro-batches
 };
 
@@ -79,8 +83,8 @@ struct RankSumArgs {
   int64_t part_stride;
   int64_t width;  // E
   int64_t rank;
-  int64_t first_rank, num_ranks;  // of the stage: G
-  int64_t num_parts;              // of the first ranks; those behind them have the same ones once more
+  int64_t first_rank, num_ranks;  // of the stage
+  int64_t num_parts;              // G; ranks behind them have the same ones once more, or others
   int64_t accumulate;
 };
 

@@ -334,31 +334,46 @@ void select_channels(const SelectiveScanArgs& args, const Row& row, int64_t from
   }
 }
 
-void norm_group(const GatedRowArgs& args, int64_t token, int64_t group) {
-  const int64_t size = args.size, at = group * size;
-  const float* x = args.x + token * args.x_stride + at;
-  const float* gate = args.gate ? args.gate + token * args.gate_stride + (args.shares_gate ? group : at) : nullptr;
-  float* out = args.out + token * args.width + at;
-  const auto value = [&](int64_t i, Mask m) {
-    const Vec v = load(x + i, m);
-    return gate && args.gate_first ? mul(v, gate_of(args, gate, i, m)) : v;
-  };
-  Vec scale = set1(1.0f);
-  if (args.weight) {
+// Elements of a group of a row that is normed, perhaps under a gate.
+struct RowGroup {
+  const GatedRowArgs& args;
+  int64_t token, group;
+
+  int64_t first() const { return group * args.size; }
+  Vec gate(int64_t i, Mask m) const {
+    return gate_of(args, args.gate + token * args.gate_stride + (args.shares_gate ? group : first()), i, m);
+  }
+  Vec value(int64_t i, Mask m) const {
+    const Vec v = load(args.x + token * args.x_stride + first() + i, m);
+    return args.gate && args.gate_first ? mul(v, gate(i, m)) : v;
+  }
+  float squares() const {
     Vec total = zero();
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Mask m = first(size - i);
+    for (int64_t i = 0; i < args.size; i += kLanes) {
+      const Mask m = millrace::first(args.size - i);
       const Vec v = value(i, m);
       total = select(m, fma(v, v, total), total);
     }
-    scale = set1(1.0f / std::sqrt(sum(total) / static_cast<float>(size) + args.eps));
+    return sum(total);
   }
-  const float* weight = args.weight ? args.weight + (args.shares_weight ? 0 : at) : nullptr;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Mask m = first(size - i);
-    Vec v = value(i, m);
+  float* whole_squares() const { return args.squares + token * (args.width / args.size) + group; }
+};
+
+void norm_group(const RowGroup& row) {
+  const GatedRowArgs& args = row.args;
+  Vec scale = set1(1.0f);
+  if (args.weight) {
+    const float squares = args.squares ? *row.whole_squares() : row.squares();
+    const int64_t size = args.squares ? args.whole : args.size;
+    scale = set1(1.0f / std::sqrt(squares / static_cast<float>(size) + args.eps));
+  }
+  const float* weight = args.weight ? args.weight + (args.shares_weight ? 0 : row.first()) : nullptr;
+  float* out = args.out + row.token * args.width + row.first();
+  for (int64_t i = 0; i < args.size; i += kLanes) {
+    const Mask m = first(args.size - i);
+    Vec v = row.value(i, m);
     if (weight) v = mul(mul(v, scale), load(weight + i, m));
-    if (gate && !args.gate_first) v = mul(v, gate_of(args, gate, i, m));
+    if (args.gate && !args.gate_first) v = mul(v, row.gate(i, m));
     store(out + i, m, v);
   }
 }
@@ -439,10 +454,21 @@ extern "C" void selective_scan(const SelectiveScanArgs& args, int thread, int nu
   }
 }
 
-extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads) {
+namespace {
+template <typename Compute>
+void each_group(const GatedRowArgs& args, int thread, int num_threads, const Compute& compute) {
   const int64_t groups = args.width / args.size;
   const Range mine = share(args.step->num_tokens * groups, thread, num_threads);
-  for (int64_t unit = mine.begin; unit < mine.end; ++unit) norm_group(args, unit / groups, unit % groups);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) compute(RowGroup{args, unit / groups, unit % groups});
+}
+}  // namespace
+
+extern "C" void gated_norm(const GatedRowArgs& args, int thread, int num_threads) {
+  each_group(args, thread, num_threads, norm_group);
+}
+
+extern "C" void gated_squares(const GatedRowArgs& args, int thread, int num_threads) {
+  each_group(args, thread, num_threads, [](const RowGroup& row) { *row.whole_squares() = row.squares(); });
 }
 
 MILLRACE_OP(short_convolution, ShortConvolutionArgs)
@@ -451,3 +477,4 @@ MILLRACE_OP(state_scan, ScanArgs)
 MILLRACE_OP(rg_lru, RgLruArgs)
 MILLRACE_OP(selective_scan, SelectiveScanArgs)
 MILLRACE_OP(gated_norm, GatedRowArgs)
+MILLRACE_OP(gated_squares, GatedRowArgs)

@@ -143,6 +143,10 @@ struct GatedRowArgs {
   int64_t gate_kind;  // RowGate
   int64_t shares_gate;
   float eps;
+  // Where a group goes beyond what is here: [T, width / size] sums of the squares of its `whole` elements; else null. The op
+  // gated_squares writes those of the elements that are here.
+  float* squares;
+  int64_t whole;
 };
 
 }  // namespace millrace

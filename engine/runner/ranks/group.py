@@ -49,6 +49,13 @@ class RankLostError(Exception):
     """The process of a rank ended while the model was loaded; the log has what it said."""
 
 
+class Copies(NamedTuple):
+    """Blocks, or slots of states, that a rank copies: (source, destination)."""
+
+    pairs: Sequence[tuple[int, int]]
+    are_states: bool = False
+
+
 class SlotTask(NamedTuple):
     """An adapter of which a rank reads its part into a slot that no step computes with."""
 
@@ -101,6 +108,7 @@ class RankGroup:
         self._storage: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
             "block_size": plan.block_size,
+            "num_states": plan.num_states,
         }
         self._kv_dtypes = given.whole_kv_dtypes
         self._on_lost = on_lost
@@ -184,9 +192,9 @@ class RankGroup:
         # Where this process goes on, nobody waits for that rank any more.
         self._ranks.end()
 
-    def tell(self, message: Sequence[tuple[int, int]] | SlotTask) -> None:
-        """Has all copy these blocks, or begin to read this adapter, before the step that is handed over next.
-        Called in any thread.
+    def tell(self, message: Copies | SlotTask) -> None:
+        """Has all copy these blocks or states, or begin to read this adapter, before the step that is handed
+        over next. Called in any thread.
         """
         assert self._ranks is not None, "started before"
         with self._telling:
@@ -242,7 +250,7 @@ def _end_of(status: int) -> str:
 
 
 class RankedStorage(KvStorage):
-    """The leader's cache, whose blocks the other ranks have for their heads."""
+    """The leader's cache, whose blocks and states the other ranks have for their heads."""
 
     def __init__(self, group: RankGroup, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -250,7 +258,11 @@ class RankedStorage(KvStorage):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         super().copy_blocks(pairs)
-        self._group.tell(pairs)
+        self._group.tell(Copies(pairs))
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        super().copy_states(pairs)
+        self._group.tell(Copies(pairs, are_states=True))
 
     def close(self) -> None:
         super().close()

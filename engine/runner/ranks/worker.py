@@ -76,8 +76,10 @@ class Follower:
         message = self._connection.recv()
         if isinstance(message, SlotTask):
             self._adapters.begin(message)
+        elif message.are_states:
+            self._storage.copy_states(message.pairs)
         else:
-            self._storage.copy_blocks(message)
+            self._storage.copy_blocks(message.pairs)
         self._num_read += 1
 
     def _batch(self) -> ForwardBatch:
@@ -93,6 +95,7 @@ class Follower:
                 block_size=self._storage.block_size,
             ),
             adapter_rows=self._ranks.adapter_rows(),
+            states=self._ranks.states(),
         )
 
 

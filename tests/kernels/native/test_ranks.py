@@ -5,6 +5,7 @@ whoever is there first.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
 from kernels.ranks.reference import micro_batch, side_by_side, summed
 from kernels.ranks.shares import MOST_RANKS, Degrees, share_of
+from kernels.recurrent.rows import StateRows
 from tests.kernels.native.test_experts import HIDDEN, Layer
 from tests.kernels.routings import ROUTINGS
 
@@ -147,6 +149,32 @@ def test_experts_of_several_ranks_are_added_as_by_one(native: NativeLibrary, exp
             assert torch.equal(out, wanted)
 
 
+def test_sums_of_some_ranks_are_of_another_width(native: NativeLibrary) -> None:
+    """Each two of four, between sums of all of full rows."""
+    shape, num_tokens = shape_of(4), 37
+    random = np.random.default_rng(0)
+    narrow = random.standard_normal((4, num_tokens, 1), np.float32)
+    wide = random.standard_normal((4, num_tokens, shape.hidden_size), np.float32)
+    found: dict[int, list[NDArray[np.float32]]] = {}
+
+    def compute(rank: Ranks) -> None:
+        address = ctypes.addressof(step := StepStruct(num_tokens=num_tokens))
+        found[rank.rank] = []
+        for turn, (parts, among) in enumerate(((wide, 0), (narrow, 2), (wide, 0))):
+            width = parts.shape[2]
+            rank.part(turn, width)[:num_tokens] = parts[rank.rank]
+            out = np.full((num_tokens, width), np.nan, np.float32)
+            run(native, rank, [rank.sum_op(address, turn, out, accumulate=False, among=among)])
+            found[rank.rank].append(out)
+        assert step.num_tokens == num_tokens
+
+    together(views(native, shape), compute)
+    for rank, (first, own, last) in found.items():
+        assert (first == summed(list(wide))).all()
+        assert (own == summed(list(narrow[rank // 2 * 2 :][:2]))).all()
+        assert (last == first).all()
+
+
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_logits_lie_side_by_side(native: NativeLibrary, num_ranks: int, num_rows: int) -> None:
     shape = shape_of(num_ranks)
@@ -224,6 +252,54 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
     assert not follower.wait(0.001)
 
 
+def states_of(lengths: tuple[int, ...], random: np.random.Generator) -> StateRows:
+    """Slots of so many rows, each of which leaves snapshots after some of its tokens."""
+    ends = [np.sort(random.choice(length, random.integers(length + 1), replace=False)) for length in lengths]
+    begins = np.cumsum([0, *lengths])
+    rows = np.concatenate([begin + each for begin, each in zip(begins, ends, strict=False)]).astype(np.int64)
+    return StateRows(
+        slots=random.permutation(100)[: len(lengths)].astype(np.int64),
+        snapshot_starts=np.cumsum([0, *map(len, ends)]),
+        snapshot_rows=rows,
+        snapshot_slots=random.permutation(1000)[: rows.size].astype(np.int64),
+    )
+
+
+def point_to_states(step: ctypes.Structure, states: StateRows) -> None:
+    step.state_slots, step.snapshot_starts = states.slots.ctypes.data, states.snapshot_starts.ctypes.data
+    step.snapshot_rows, step.snapshot_slots = (
+        each.ctypes.data for each in (states.snapshot_rows, states.snapshot_slots)
+    )
+
+
+def test_states_arrive_as_they_were_handed_over(native: NativeLibrary) -> None:
+    leader, follower = views(native, shape_of(2))
+    random, step = np.random.default_rng(0), StepStruct()
+    forward = leader.step_op(step, FORWARD)
+    for lengths in ((70,), (1, 5, 40), (1, 1, 1, 1, 1)):
+        numbers = np.zeros(3 * sum(lengths), np.int64)
+        starts = np.cumsum([0, *lengths])
+        step.num_tokens, step.num_sequences, step.max_blocks = sum(lengths), len(lengths), 1
+        step.token_ids = step.positions = step.slots = step.block_tables = numbers.ctypes.data
+        step.query_starts = step.context_lens = starts.ctypes.data
+        for states in (states_of(lengths, random), None):
+            step.state_slots = None
+            if states is not None:
+                leader.check_states(states)
+                point_to_states(step, states)
+            run(native, leader, [forward])
+            assert follower.wait(LIMIT_S)
+            arrived = follower.states()
+            assert (arrived is None) == (states is None)
+            if states is not None:
+                for name, ours in vars(states).items():
+                    assert (getattr(arrived, name) == ours).all()
+            run(native, follower, [follower.done_op()])
+    most = replace(states_of((1,), random), snapshot_rows=np.zeros(141, np.int64))
+    with pytest.raises(ValueError, match="141 snapshots of states, but ranks have room for 140"):
+        leader.check_states(most)
+
+
 @pytest.mark.parametrize("lengths", [(70,), (1, 5, 40, 3), (30, 34, 1, 1, 1), (1, 1, 1)])
 @pytest.mark.parametrize("count", [2, 3])
 def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[int, ...], count: int) -> None:
@@ -248,6 +324,9 @@ def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[in
         adapter_rows=adapted.rows.ctypes.data,
         adapter_blocks=adapted.blocks.ctypes.data,
     )
+    states = states_of(lengths, np.random.default_rng(count))
+    point_to_states(step, states)
+    left: list[tuple[int, int]] = []
 
     def numbers(address: int, size: int) -> list[int]:
         return list((ctypes.c_int64 * size).from_address(address))
@@ -264,6 +343,14 @@ def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[in
         assert numbers(own.query_starts, sequences + 1) == expected.query_starts
         assert numbers(own.context_lens, sequences) == expected.context_lens
         assert numbers(own.block_tables, 4) == list(tables[expected.first_sequence])
+        first = expected.first_sequence
+        assert numbers(own.state_slots, sequences) == list(states.slots[first : first + sequences])
+        begins = numbers(own.snapshot_starts, sequences + 1)
+        for sequence, (begin, end) in enumerate(itertools.pairwise(begins)):
+            for each in range(begin, end):
+                row, slot = (numbers(at + 8 * each, 1)[0] for at in (own.snapshot_rows, own.snapshot_slots))
+                assert own.num_tokens > row >= numbers(own.query_starts, sequence + 1)[sequence]
+                left.append((expected.begin + row, slot))
         found = np.full(size, NO_ADAPTER)
         for block in range(own.num_adapter_blocks):
             first, num_rows, slot = numbers(own.adapter_blocks + 24 * block, 3)
@@ -272,6 +359,7 @@ def test_micro_batches_are_runs_of_rows(native: NativeLibrary, lengths: tuple[in
                 assert found[row] == NO_ADAPTER, "each row is in one block"
                 found[row] = slot
         assert (found == slots[expected.begin : expected.begin + size]).all()
+    assert left == list(zip(states.snapshot_rows, states.snapshot_slots, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -394,6 +394,42 @@ def test_gated_norm(native: NativeLibrary, size: int, gate_first: bool, kind: st
     torch.testing.assert_close(out, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_group_may_go_beyond_what_is_here(native: NativeLibrary, gate_first: bool) -> None:
+    """Both halves have their squares added up before either is normed."""
+    torch.manual_seed(0)
+    (x, gate), weight, half = torch.randn(2, 5, 74), torch.randn(74), 37
+    squares, out, step = torch.full((2, 5), NAN), torch.full((2, 5, half), NAN), StepStruct(num_tokens=5)
+
+    def args(part: int) -> ctypes.Structure:
+        begin = part * half
+        found: ctypes.Structure = GatedRowArgs(
+            step=ctypes.addressof(step),
+            x=x[:, begin:].data_ptr(),
+            gate=gate[:, begin:].data_ptr(),
+            weight=weight[begin:].data_ptr(),
+            out=out[part].data_ptr(),
+            width=half,
+            size=half,
+            x_stride=74,
+            gate_stride=74,
+            gate_first=int(gate_first),
+            gate_kind=GATES["silu"],
+            eps=1e-5,
+            squares=squares[part].data_ptr(),
+            whole=74,
+        )
+        return found
+
+    for part in (0, 1):
+        run(native, "gated_squares", args(part))
+    squares[:] = squares.sum(0)
+    for part in (0, 1):
+        run(native, "gated_norm", args(part))
+    expected = gated_norm(x, gate, weight, 1e-5, size=74, gate_first=gate_first, kind="silu")
+    torch.testing.assert_close(torch.cat(tuple(out), 1), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("kind", GATES)
 def test_groups_may_have_one_gate_each(native: NativeLibrary, size: int, kind: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.model.plan_command import main
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.hybrids import HYBRIDS
 
 _CONFIG = """
 [model]
@@ -56,6 +57,30 @@ def test_a_load_decides_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (
         "With 2: 8 streams of 30 + 30 tokens do not run at once: engine.scheduler.max_num_seqs is 4" in told
     )
+
+
+def test_states_are_counted_by_what_a_device_has_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, "bamba", **HYBRIDS["bamba"][1] | {"mamba_n_groups": 1})
+    assert plan(tmp_path, "--devices=2", "--json") == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    by_degrees = {(each["tensor"], each["pipeline"]): each for each in ways}
+    alone, cut, staged = by_degrees[1, 1], by_degrees[2, 1], by_degrees[1, 2]
+    assert min(each["num_states"] for each in ways) >= 4 + 4
+    # Three inputs of each channel and a matrix for each of the heads, in two layers; the keys of the only
+    # group are the same on both devices.
+    values, keys = 8 * 12, 20
+    assert alone["state_bytes"] == 2 * 4 * (3 * (values + 2 * keys) + values * keys)
+    assert cut["state_bytes"] == 2 * 4 * (3 * (values // 2 + 2 * keys) + values // 2 * keys)
+    assert staged["state_bytes"] == alone["state_bytes"] // 2
+    # What three layers' halves give of 48 by two parts, squares of two norms, and the logits.
+    assert (cut["exchanged_bytes_per_token"], cut["meetings_per_step"]) == (
+        4 * (6 * 2 * 48 + 2 * 2 + 199),
+        6 + 2 + 1,
+    )
+    assert plan(tmp_path, "--devices=2") == 0
+    assert "states" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import CacheConfig, EngineConfig, ParallelConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
 from engine.model.plan import fullest, make_plan, plan_input
 from engine.model.plan_command import _ranks
 from engine.model.reading import read_checkpoint
-from engine.model.records import ModelRecord
+from engine.model.records import ModelRecord, Recurrence
 from engine.model.shards import Shard, degrees_of
-from engine.model.spec import CheckpointError
+from engine.model.spec import CheckpointError, StateSpec
 from engine.model.work import work_of
 from kernels.ranks.shares import Degrees
 from kernels.selection import torch_kernels
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.model.test_families import CASES
 
 BUNDLED = "models/millrace-nano"
@@ -126,6 +127,42 @@ def test_a_rank_reads_its_own_experts_alone(case: str, tmp_path: Path) -> None:
     read(tmp_path, 0, expert=2)
     with pytest.raises(CheckpointError, match="not finite"):
         read(tmp_path, 1, expert=2)
+
+
+# Groups of heads are divided, or the same on several ranks; each rank's projection gives its parts in the
+# whole's order: gate, values, keys and queries, time steps; or queries and keys, values, gate, gains, decays.
+STATES = [("bamba", 2), ("bamba", 4), ("bamba-limits", 2), ("qwen3-next", 2), ("qwen3-next", 4)]
+
+
+@pytest.mark.parametrize(("family", "size"), STATES)
+def test_a_rank_has_the_states_of_its_heads(family: str, size: int, tmp_path: Path) -> None:
+    model_type, changes = HYBRIDS[family]
+    make_checkpoint(tmp_path, model_type, **changes)
+    whole = read(tmp_path).layers[0].attention
+    # Experts are whole.
+    expert = size if family == "qwen3-next" and size == 2 else 1
+    parts = [read(tmp_path, rank, size, expert).layers[0].attention for rank in range(size)]
+    assert isinstance(whole, Recurrence)
+    state = whole.spec
+    copies = max(1, size // state.num_groups)
+
+    def sizes(spec: StateSpec) -> list[int]:
+        values, keys = spec.num_heads * spec.value_dim, spec.num_groups * spec.key_dim
+        if spec.kind == "mamba2":
+            return [values, values, keys, keys, spec.num_heads]
+        return [keys, keys, values, values, spec.num_heads, spec.num_heads]
+
+    by_group = (2, 3) if state.kind == "mamba2" else (0, 1)
+    for index, expected in enumerate(whole.inner.weight.values.split(sizes(state))):
+        every = copies if index in by_group else 1
+        own = [part.inner.weight.values.split(sizes(part.spec))[index] for part in parts]  # type: ignore[union-attr]
+        assert torch.equal(torch.cat(own[::every]), expected)
+        assert all(torch.equal(own[rank], own[rank // every * every]) for rank in range(size))
+    for name in ("rate", "step_bias"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    output = torch.cat([part.output.weight.values for part in parts], 1)  # type: ignore[union-attr]
+    assert torch.equal(output, whole.output.weight.values)
+    assert parts[0].spec.norm_size == state.norm_size  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -247,3 +284,31 @@ def test_the_serving_type_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyP
         return given.dtype
 
     assert [dtype(size) for size in (1, 2, 4)] == ["bfloat16"] * 3
+
+
+def test_stages_have_as_many_states_as_any_has_room_for(tmp_path: Path) -> None:
+    """The first has no state, and the second does not attend; a rank's state is its heads'."""
+    model_type, changes = HYBRIDS["bamba"]
+    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 2, "attn_layer_indices": [0]})
+    model = ModelConfig(path=str(tmp_path))
+
+    def planned(**degrees: int) -> Any:
+        config = EngineConfig(
+            native="required",
+            num_threads=4,
+            dtype="float32",
+            cache=CacheConfig(kv_cache_bytes=4 << 20),
+            parallel=ParallelConfig(**degrees),
+        )
+        return plan_input(config, model, device="cpu", available_bytes=8 << 30)
+
+    alone, staged, cut = planned(), planned(pipeline=2), planned(tensor=2)
+    attending, remembering = (make_plan(stage) for stage in staged.stages)
+    plan = make_plan(staged)
+    assert (attending.num_states, remembering.kv_bytes_per_token) == (0, 0)
+    assert plan.num_blocks == attending.num_blocks
+    assert (plan.num_states, plan.state_interval) == (remembering.num_states, remembering.state_interval)
+    own, whole = cut.spec.state, alone.spec.state
+    assert (own.num_heads, own.num_groups) == (whole.num_heads // 2, whole.num_groups // 2)
+    assert 2 * own.num_bytes == whole.num_bytes
+    assert make_plan(cut).num_states > make_plan(alone).num_states

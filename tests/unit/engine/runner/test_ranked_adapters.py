@@ -83,6 +83,8 @@ SHAPES: list[tuple[str, dict[str, Any], Degrees, tuple[dict[str, Any], ...]]] = 
     ("llama", {"num_hidden_layers": 3}, (2, 1, 2), ()),
     ("phi3", {}, (1, 1, 2), ({"r": 6, "targets": ("qkv_proj", "gate_up_proj")}, {"targets": ("o_proj",)})),
     ("mixtral", {}, (2, 2, 1), ({"targets": ("q_proj", "o_proj")}, {"targets": ("v_proj",)})),
+    ("bamba", {}, (2, 1, 1), ({"targets": ("in_proj", "out_proj")}, {"r": 9, "targets": ("in_proj",)})),
+    ("lfm2", {}, (2, 1, 2), ({"targets": ("in_proj", "q_proj")}, {"targets": ("w1", "out_proj")})),
     ("deepseek-v3", {}, (2, 2, 1), ({"targets": LATENT}, {"targets": ("shared_experts.down_proj",)})),
     ("deepseek-v3", {}, (1, 2, 1), ({"targets": LATENT}, {"targets": ("shared_experts.up_proj",)})),
 ]

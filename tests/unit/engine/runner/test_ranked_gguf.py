@@ -19,11 +19,20 @@ from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.quantization.gguf_converter import convert
 from tests.unit.engine.quantization.gguf_writer import write
 from tests.unit.engine.quantization.test_gguf import SIZES, WIDE, write_experts
+from tests.unit.engine.quantization.test_gguf_families import FAMILIES
 from tests.unit.engine.runner.driver import open_runner
 from tests.unit.engine.runner.ranked import shared
-from tests.unit.engine.runner.test_ranks import BFLOAT16_TOLERANCE, answers, assert_near, bits
+from tests.unit.engine.runner.test_ranks import (
+    BFLOAT16_TOLERANCE,
+    FLOAT32_TOLERANCE,
+    answers,
+    assert_near,
+    bits,
+)
 
 try:
     load_native()
@@ -81,17 +90,38 @@ def test_experts_are_spread(degrees: Degrees, tmp_path: Path) -> None:
         assert bits(ours) == bits(theirs)
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        # Heads of values take turns between the groups, of packed tensors, too.
+        ("qwen3.5", {"attn_gate": Kind.F16, "ssm_out": Kind.F16}),
+        ("falcon-h1", {}),
+        ("nemotron-h-moe", {}),
+    ],
+)
+def test_states_are_cut_where_their_heads_lie(name: str, kinds: dict[str, Kind], tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    arch, metadata = FAMILIES[name]
+    make_checkpoint(tmp_path / "original", model_type, **changes)
+    convert(tmp_path / "original", tmp_path / "model.gguf", arch, metadata, kinds)
+    expert = 2 if name == "nemotron-h-moe" else 1
+    ours = answers(shared(tmp_path / "model.gguf", 2, expert), num_tokens=8)
+    theirs = answers(open_runner(tmp_path / "model.gguf", native="required"), num_tokens=8)
+    assert [job.output for job in ours] == [job.output for job in theirs]
+    assert_near(ours, theirs, FLOAT32_TOLERANCE)
+
+
 def test_a_part_is_that_of_the_whole(tmp_path: Path) -> None:
     """Rows of whole heads, which are put in order, and blocks of inputs."""
     write(tmp_path / "m.gguf", make_checkpoint(tmp_path / "o", "llama", **SMALL), "llama", {"": Kind.Q8_0})
     file = open_gguf(tmp_path / "m.gguf")
     query, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    assert (file.array(query, TensorPart(0, 16, 48)) == file.array(query)[16:48]).all()
-    assert (file.array(down, TensorPart(1, 64, 128)) == file.array(down)[:, 64:]).all()
-    kind, rows = file.blocks(query, TensorPart(0, 32, 64))
+    assert (file.array(query, TensorPart(0, ((16, 48),))) == file.array(query)[16:48]).all()
+    assert (file.array(down, TensorPart(1, ((64, 128),))) == file.array(down)[:, 64:]).all()
+    kind, rows = file.blocks(query, TensorPart(0, ((32, 64),)))
     assert (kind, rows.shape) == ("Q8_0", (32, 2 * 34))
     assert (rows == file.blocks(query)[1][32:]).all()
-    _, columns = file.blocks(down, TensorPart(1, 32, 64))
+    _, columns = file.blocks(down, TensorPart(1, ((32, 64),)))
     assert (columns == file.blocks(down)[1][:, 34:68]).all()
     assert columns.dtype == np.uint8
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig, ParallelConfig, SchedulerConfig
 from engine.model.native_decoder import NativeDecoder
 from engine.model.spec import CheckpointError
 from engine.runner.base import RunnerBroken
@@ -140,6 +140,31 @@ def test_stages_give_the_bits_of_one_process(
         assert bits(ours) == bits(theirs)
     else:
         assert_near(ours, theirs, FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama", "bamba"])
+def test_long_steps_are_cut_into_more_micro_batches(case: str, tmp_path: Path) -> None:
+    """Of 150, 600 and 1,200 rows in two, four and eight; which changes no bit."""
+    model_type, changes = CASES[case]
+    make_checkpoint(tmp_path, model_type, **changes)
+
+    def run(runner: ModelRunner) -> list[Any]:
+        with closing(runner):
+            return [
+                bits(
+                    Driver(runner).run(
+                        [Job(prompt_of(150, 199, seed=each), 3, GREEDY) for each in range(count)]
+                    )
+                )
+                for count in (1, 4, 8)
+            ]
+
+    options = {"scheduler": SchedulerConfig(max_num_batched_tokens=1200)}
+    staged = shared(tmp_path, 1, 1, 2, **options)
+    assert isinstance(staged.model, NativeDecoder)
+    assert staged.model.ranks is not None
+    assert [staged.model.ranks.shape.num_micro_batches(150 * count) for count in (1, 4, 8)] == [2, 4, 8]
+    assert run(staged) == run(open_runner(tmp_path, native="required", **options))
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
@@ -320,16 +345,28 @@ def test_what_is_wrong_with_a_ranks_part_arrives(degrees: tuple[int, int, int], 
 @pytest.mark.parametrize(
     ("case", "degrees", "words"),
     [
-        ("lfm2", {"tensor": 2}, "layers that carry a state, which ranks do not share yet; set it to 1"),
+        ("nemotron-h", {"tensor": 2}, "neither divides nor is a multiple of the 3 groups of states"),
+        (
+            "qwen3-next-heads",
+            {"tensor": 2},
+            "does not divide the 3 heads of states of .*; set it to one of 1$",
+        ),
+        ("olmo-hybrid", {"tensor": 2}, "norms over all heads"),
         ("phi3", {"tensor": 2}, "fused projections"),
         ("olmo2", {"tensor": 2}, "norms over all heads"),
-        ("gpt-oss", {"tensor": 2}, "sinks of heads, .*engine.parallel.expert spreads experts alone"),
+        (
+            "gpt-oss",
+            {"tensor": 2},
+            "sinks of heads, which ranks do not share yet; .*engine.parallel.expert spreads experts alone",
+        ),
         ("llama", {"tensor": 3}, "does not divide the 4 heads of .*; set it to one of 1, 2, 4"),
         ("llama", {"tensor": 8}, "does not divide the 4 heads"),
         ("llama", {"expert": 2}, "has no experts; set it to 1"),
         ("mixtral", {"expert": 3}, "does not divide the 4 experts of .*; set it to one of 1, 2, 4"),
-        ("lfm2", {"expert": 2}, "layers that carry a state"),
-        ("lfm2", {"pipeline": 2}, "layers that carry a state"),
+        ("lfm2", {"expert": 2}, "has no experts; set it to 1"),
+        ("kimi-linear", {"tensor": 2}, "states that are not cut by heads"),
+        ("jamba", {"tensor": 2}, "states that are not cut by heads"),
+        ("minimax", {"pipeline": 2}, "norms that take the stream's place, which stages have not yet"),
         ("llama", {"pipeline": 3}, "a layer at least, and .* has 2; set it to 2 or less"),
     ],
 )

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config import AdaptersConfig, CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import AdaptersConfig, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.model.adapter_memory import adapter_bytes
-from engine.model.plan import make_plan, plan_input
+from engine.model.plan import fullest, make_plan, plan_input
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import open_disk
 from engine.runner.prefix_disk.tier import DiskTier
@@ -70,15 +70,18 @@ def engine(
     num_blocks: int = 0,
     native: str = "required",
     speculation: SpeculationConfig | None = None,
+    parallel: ParallelConfig | None = None,
     **cache: Any,
 ) -> Iterator[Driver]:
     """A scheduler over the real runner of a checkpoint, whose cache begins with NaN."""
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40}
+    parallel = parallel or ParallelConfig()
     if num_blocks:
-        cache["kv_cache_bytes"] = bytes_of(folder, num_blocks, limits)
+        cache["kv_cache_bytes"] = bytes_of(folder, num_blocks, limits, parallel)
     config = EngineConfig(
         dtype="float32",
-        num_threads=1,
+        num_threads=parallel.degrees.size,
+        parallel=parallel,
         native=native,
         cache=CacheConfig(**({"kv_cache_bytes": 8 << 20} | cache)),
         scheduler=SchedulerConfig(**limits, long_prefill_tokens=24),
@@ -106,11 +109,19 @@ def engine(
         assert driver.runner.num_states() == 0
 
 
-def bytes_of(folder: Path, num_blocks: int, limits: dict[str, int]) -> int:
-    """Bytes of a cache that has about so many blocks, and as few states as there can be."""
-    config = EngineConfig(dtype="float32", max_model_len=128, scheduler=SchedulerConfig(**limits))
+def bytes_of(folder: Path, num_blocks: int, limits: dict[str, int], parallel: ParallelConfig) -> int:
+    """Bytes of a cache that has about so many blocks, and as few states as there can be; of a rank's, where
+    there are several.
+    """
+    config = EngineConfig(
+        dtype="float32",
+        max_model_len=128,
+        scheduler=SchedulerConfig(**limits),
+        parallel=parallel,
+        num_threads=parallel.degrees.size,
+    )
     given = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=8 * GIB)
-    plan, state = make_plan(given), given.spec.state
+    plan, state = make_plan(given), fullest(given).spec.state
     assert state is not None
     return num_blocks * plan.kv_bytes_per_token * plan.block_size + 10 * state.num_bytes
 
