@@ -71,6 +71,7 @@ COMMANDS = {
     "kv_forms_0_6b": "kv_forms --contexts 2048 8192 32768 --steps 8 --rounds 2",
     "kv_forms_smollm2": "kv_forms --checkpoint smollm2-135m --contexts 2048 8192 --steps 8 --rounds 2",
     "kv_layers_smollm2": "kv_layers",
+    "kv_channels": "kv_channels",
     "kept_needles": "kept_needles --repeats 12",
     "kept_needles_smollm2": "kept_needles --model smollm2-135m --repeats 8 --tasks 16 --texts 6",
     "on_demand": "on_demand",
