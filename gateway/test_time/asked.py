@@ -83,6 +83,11 @@ class AskedAnswer(AnswerPart):
         return "" if self._attempt is None else self._attempt.engine
 
     @property
+    def tpot_s(self) -> float | None:
+        """See AnswerPart."""
+        return None if self._attempt is None else self._attempt.meter.tpot_s(1)
+
+    @property
     def spent(self) -> TokensOfModel:
         """Tokens so far."""
         name = self._question.request.model

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 
-from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from contract.engines import CancelReason
@@ -87,6 +86,11 @@ class AnswerPart:
         """Of its tokens; 0 where they are not known."""
         return 0.0
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token as it was generated, after its first output; None without another one."""
+        raise NotImplementedError
+
     def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
         """As usage tells it."""
         if is_chosen:
@@ -133,6 +137,9 @@ class RunningSample(AnswerPart):
         self._delimiter = delimiter
         # Of the steps before it.
         self._num_before = 0
+        # Tokens after each step's first output, and the seconds in which they came.
+        self._paced_tokens, self._paced_s = 0, 0.0
+        self._last_output_s = 0.0
         self.parent = parent
         if parent is not None:
             self._go_on(parent)
@@ -140,6 +147,7 @@ class RunningSample(AnswerPart):
 
     def _go_on(self, parent: RunningSample) -> None:
         self._logprob_sum, self._num_before = parent._logprob_sum, parent.num_path_tokens
+        self._paced_tokens, self._paced_s = parent._paced_tokens, parent._paced_s
         for output in parent._outputs:
             self._outputs.append(output)
             again = EngineOutput(0, list(output.token_ids), logprobs=output.logprobs)
@@ -162,6 +170,11 @@ class RunningSample(AnswerPart):
         return self._logprob_sum / self.num_path_tokens if self.num_path_tokens else 0.0
 
     @property
+    def tpot_s(self) -> float | None:
+        """See AnswerPart."""
+        return self._paced_s / self._paced_tokens if self._paced_tokens else None
+
+    @property
     def engine(self) -> str:
         """See AnswerPart."""
         return self.stream.engine
@@ -173,8 +186,8 @@ class RunningSample(AnswerPart):
         """Takes in an output; gives the confidences of the tokens that belong to the answer, or their
         log-probabilities where those were not asked for.
         """
-        if not self.first_output_s:
-            self.first_output_s = time.monotonic()
+        before_s, self._last_output_s = self._last_output_s, time.monotonic()
+        self.first_output_s = self.first_output_s or self._last_output_s
         self.first_token = self.first_token or output.first_token
         logprobs = output.logprobs
         kept = EngineOutput(0, [], logprobs=(), prompt_logprobs=output.prompt_logprobs)
@@ -185,6 +198,9 @@ class RunningSample(AnswerPart):
         if self._logprobs is not None:
             kept.logprobs = logprobs
         self.num_tokens += len(kept.token_ids)
+        if before_s and kept.token_ids:
+            self._paced_tokens += len(kept.token_ids)
+            self._paced_s += self._last_output_s - before_s
         self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
         if delta is not None:
             self._said.absorb_text(delta)
@@ -218,11 +234,3 @@ class RunningSample(AnswerPart):
             pieces.append(EngineOutput(0, []))
         pieces[-1].finish_reason = pieces[-1].finish_reason or FinishReason.LENGTH
         return pieces
-
-
-def first_token_of(first: RunningSample, decided_s: float) -> FirstToken | None:
-    """Where the time to the answer went: from the first sample's first token on it was decided."""
-    if first.first_token is None:
-        return None
-    deliberated_s = max(0.0, decided_s - first.first_output_s)
-    return replace(first.first_token, first_decode_s=first.first_token.first_decode_s + deliberated_s)

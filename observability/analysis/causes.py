@@ -198,7 +198,7 @@ def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
             text = "computing its own prompt" + (
                 f" of {prompt} tokens, {cached} of them cached" if prompt else ""
             )
-        if part is TtftPart.FIRST_DECODE and any(span.name == names.GATEWAY_SAMPLE for span in spans):
+        if part is TtftPart.DELIBERATION:
             tokens = attributes.get(genai.OUTPUT_TOKENS)
             text = "generating samples until one was chosen" + (f", {tokens} tokens" if tokens else "")
         found.append(Finding(milliseconds, text))

@@ -5,7 +5,7 @@ import { button, el, table } from "./dom.js";
 import { milliseconds, money, number, percent, t } from "./i18n.js";
 import { store } from "./store.js";
 
-const PARTS = ["network", "preprocess", "queue", "prefill", "first_decode", "serialize"];
+const PARTS = ["network", "preprocess", "queue", "prefill", "first_decode", "deliberation", "serialize"];
 
 /** Cost of a request as the ledger counts it, by prices for a million tokens. */
 export function cost_of(usage, price) {

@@ -168,6 +168,36 @@ async def test_a_check_chooses_the_first_that_passes(
     assert told["ended_by"] == ("all_samples" if expected == "a" else "decided")
 
 
+@pytest.mark.parametrize(
+    "test_time",
+    [
+        {"strategy": "best_of", "samples": 3},
+        {"strategy": "self_consistency", "samples": 3},
+        {"strategy": "search", "samples": 2, "scorer": {"type": "likelihood"}},
+        {"strategy": "critique_revise"},
+    ],
+)
+async def test_time_until_an_answer_is_chosen_is_a_part_of_its_own(test_time: dict[str, Any]) -> None:
+    step_s, text = 0.004, "it is 7"
+    engine = ScriptedEngine(reply=saying(text), step_s=step_s)
+    async with deployed(engine, tables=TIER) as stack:
+        body = {**BODIES[CHAT], "test_time": test_time, "include_timing": True}
+        given, usage = said(CHAT, await stack.http.post(CHAT, json=body))
+        plain_body = {**BODIES[CHAT], "include_timing": True}
+        plain = said(CHAT, await stack.http.post(CHAT, json=plain_body))[1]
+    assert given == text
+    parts, timings = usage["time_to_first_token"], usage["timings"]
+    assert parts["total_ms"] == pytest.approx(sum(ms for name, ms in parts.items() if name != "total_ms"))
+    # After the first token of the first sample at least all others of it.
+    assert parts["deliberation_ms"] >= len(encode(text)) * step_s * 1000
+    assert timings["deliberation_ms"] == parts["deliberation_ms"]
+    assert parts["first_decode_ms"] == 0.0, "as the engine says"
+    # A token takes a step, however fast the chosen answer is passed on.
+    assert 0 < timings["tokens_per_second"] <= 1 / step_s
+    assert plain["time_to_first_token"]["deliberation_ms"] == 0.0
+    assert plain["timings"]["tokens_per_second"] > 0
+
+
 class TwoModels(PoolingTokenizer):
     """A model that generates, and a judge that scores."""
 
