@@ -28,9 +28,9 @@ class SharedRequest(Struct, frozen=True):
 class Timings(Struct, frozen=True):
     """What became of the time, in the words of the traces. `deliberation_ms` is what samples of `test_time`
     took, after the first one's first token, until one was chosen. Tokens a second are those after the first,
-    of all choices together, or of the chosen sample as it was generated; of drafted tokens some were accepted.
-    `delayed_by_ms` has the causes that held it back, `delayed_by_requests` the tenant's own requests that
-    had most to do with that.
+    of all choices together, or of the chosen sample as it was generated; of drafted tokens some were
+    accepted. `delayed_by_ms` has the causes that held it back, `delayed_by_requests` the tenant's own
+    requests that had most to do with that.
     """
 
     queue_ms: float
