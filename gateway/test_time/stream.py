@@ -401,9 +401,7 @@ class DeliberateStream(ContinuousStream):
             self._unrated(MillraceError(Reason.INTERNAL, "it failed; the gateway's log has why"))
 
     def _unrated(self, error: MillraceError) -> None:
-        spec = self._plan.ask.scorer
-        assert spec is not None, "what scores was asked for"
-        self._unanswered(unanswered(spec, self._plan.scorer_field, error))
+        self._unanswered(unanswered(self._plan.ask, self._plan.scorer_field, error))
 
     def _unanswered(self, told: MillraceError) -> None:
         """What should have judged or answered does not: the best answer so far, where it may be given."""

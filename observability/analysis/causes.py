@@ -201,7 +201,7 @@ def _delay_text(cause: Cause, spans: Sequence[StoredSpan]) -> str:
 def _work(spans: Sequence[StoredSpan], delays: Sequence[Finding]) -> list[Finding]:
     """The parts of the request's time without what it was delayed by in them, so that all shares add up."""
     ttft, request = ttft_of(spans), request_span(spans)
-    times: dict[str, float] = dict(ttft.parts_ms) if ttft else {}
+    times: dict[str, float] = dict(ttft.parts_ms.items()) if ttft else {}
     # What was generated before the client had the first token is in one of the parts.
     streams = (each for each in spans if each.name == names.GATEWAY_STREAM)
     first_ns = next((each.start_ns for each in streams if request and each.parent_id == request.span_id), 0)
