@@ -88,7 +88,7 @@ class AnswerPart:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token as it was generated, after its first output; None without another one."""
+        """Mean time per token as it was generated, after the first; None without another one."""
         raise NotImplementedError
 
     def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
@@ -137,8 +137,7 @@ class RunningSample(AnswerPart):
         self._delimiter = delimiter
         # Of the steps before it.
         self._num_before = 0
-        # Tokens after each step's first output, and the seconds in which they came.
-        self._paced_tokens, self._paced_s = 0, 0.0
+        self._pace_before = (0, 0.0)
         self._last_output_s = 0.0
         self.parent = parent
         if parent is not None:
@@ -147,7 +146,7 @@ class RunningSample(AnswerPart):
 
     def _go_on(self, parent: RunningSample) -> None:
         self._logprob_sum, self._num_before = parent._logprob_sum, parent.num_path_tokens
-        self._paced_tokens, self._paced_s = parent._paced_tokens, parent._paced_s
+        self._pace_before = parent._pace
         for output in parent._outputs:
             self._outputs.append(output)
             again = EngineOutput(0, list(output.token_ids), logprobs=output.logprobs)
@@ -172,7 +171,20 @@ class RunningSample(AnswerPart):
     @property
     def tpot_s(self) -> float | None:
         """See AnswerPart."""
-        return self._paced_s / self._paced_tokens if self._paced_tokens else None
+        num_tokens, seconds = self._pace
+        return seconds / num_tokens if num_tokens else None
+
+    @property
+    def _pace(self) -> tuple[int, float]:
+        """Tokens after the first of each step of the path, and the seconds from that one on."""
+        num_before, before_s = self._pace_before
+        first = self.first_token
+        if first is None or self.num_tokens < 2:
+            return self._pace_before
+        # When the engine had it: a gateway that has no processor for a while hears of many tokens at once.
+        engine_s = self.started_s + first.queue_s + first.prefill_s + first.first_decode_s
+        seconds = self._last_output_s - min(engine_s, self.first_output_s)
+        return num_before + self.num_tokens - 1, before_s + seconds
 
     @property
     def engine(self) -> str:
@@ -186,7 +198,7 @@ class RunningSample(AnswerPart):
         """Takes in an output; gives the confidences of the tokens that belong to the answer, or their
         log-probabilities where those were not asked for.
         """
-        before_s, self._last_output_s = self._last_output_s, time.monotonic()
+        self._last_output_s = time.monotonic()
         self.first_output_s = self.first_output_s or self._last_output_s
         self.first_token = self.first_token or output.first_token
         logprobs = output.logprobs
@@ -198,9 +210,6 @@ class RunningSample(AnswerPart):
         if self._logprobs is not None:
             kept.logprobs = logprobs
         self.num_tokens += len(kept.token_ids)
-        if before_s and kept.token_ids:
-            self._paced_tokens += len(kept.token_ids)
-            self._paced_s += self._last_output_s - before_s
         self._logprob_sum += math.fsum(max(each.logprob, -9999.0) for each in logprobs)
         if delta is not None:
             self._said.absorb_text(delta)

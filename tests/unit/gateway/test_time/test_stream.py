@@ -17,9 +17,12 @@ from millrace.engine.v1 import engine_pb2
 from sqlalchemy import select
 
 from contract.errors import MillraceError, Reason
+from contract.outputs import FirstToken
 from gateway.auth.authorizer import TIMEOUT_HEADER
+from gateway.engines.types import EngineOutput
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.test_time import deliberations
+from gateway.test_time.branch import RunningSample
 from gateway.test_time.deliberations import strategy_of
 from gateway.test_time.strategies import replay
 from gateway.test_time.stream import DeliberateStream
@@ -196,6 +199,34 @@ async def test_time_until_an_answer_is_chosen_is_a_part_of_its_own(test_time: di
     assert 0 < timings["tokens_per_second"] <= 1 / step_s
     assert plain["time_to_first_token"]["deliberation_ms"] == 0.0
     assert plain["timings"]["tokens_per_second"] > 0
+
+
+def test_the_pace_of_a_sample_is_the_engines_where_all_of_it_is_heard_at_once() -> None:
+    class Unused:
+        def cancel(self, reason: Any) -> None:
+            raise AssertionError("it ends by itself")
+
+    class Silent:
+        def feed(self, output: EngineOutput) -> None:
+            return None
+
+    def sample(parent: RunningSample | None = None) -> RunningSample:
+        made = RunningSample(0, Unused(), Silent(), None, parent=parent)  # type: ignore[arg-type]
+        # The engine had the first token a tenth of a second ago.
+        made.started_s -= 0.35
+        first = FirstToken(queue_s=0.05, prefill_s=0.15, first_decode_s=0.05)
+        made.take(EngineOutput(0, [1], first_token=first))
+        for _ in range(20):
+            made.take(EngineOutput(0, [2]))
+        return made
+
+    assert RunningSample(0, Unused(), Silent(), None).tpot_s is None  # type: ignore[arg-type]
+    first = sample()
+    assert first.tpot_s is not None
+    assert first.tpot_s >= 0.1 / 20
+    longer = sample(first).tpot_s
+    assert longer is not None
+    assert longer >= 0.2 / 40
 
 
 class TwoModels(PoolingTokenizer):
