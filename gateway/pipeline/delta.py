@@ -151,6 +151,13 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     echo: Echo | None = None
 
 
+def first_computed_s(first: FirstToken, submitted_s: float, heard_s: float) -> float:
+    """When an engine had the first token of what was submitted to it, in monotonic seconds. A gateway that has no
+    processor for a while hears of it later, and of many tokens at once.
+    """
+    return min(heard_s, submitted_s + first.queue_s + first.prefill_s + first.first_decode_s)
+
+
 class Meter:
     """Counts tokens and time along the life of one request, and sums what its engines report. Moments are
     monotonic seconds.
@@ -249,8 +256,14 @@ class Meter:
     @property
     def tokens_per_s(self) -> float | None:
         """Of all choices together after the first token; of a chosen answer, whoever generated it."""
-        tpot_s = self.tpot_s(1) if self.chosen is None else self.chosen.tpot_s
-        return 1 / tpot_s if tpot_s else None
+        if self.chosen is not None:
+            return 1 / self.chosen.tpot_s if self.chosen.tpot_s else None
+        if self.first_output_s is None or self.submitted_s is None or self.completion_tokens < 2:
+            return None
+        seconds = self.last_output_s - first_computed_s(
+            self.first_token, self.submitted_s, self.first_output_s
+        )
+        return (self.completion_tokens - 1) / seconds if seconds > 0 else None
 
 
 # One choice of a request: from the engine's outputs to deltas.

@@ -85,7 +85,8 @@ class AskedAnswer(AnswerPart):
     @property
     def tpot_s(self) -> float | None:
         """See AnswerPart."""
-        return None if self._attempt is None else self._attempt.meter.tpot_s(1)
+        rate = None if self._attempt is None else self._attempt.meter.tokens_per_s
+        return 1 / rate if rate else None
 
     @property
     def spent(self) -> TokensOfModel:

@@ -12,7 +12,7 @@ from contract.engines import CancelReason
 from contract.outputs import FinishReason, FirstToken
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
-from gateway.pipeline.delta import ChoiceDelta, ChoiceStream
+from gateway.pipeline.delta import ChoiceDelta, ChoiceStream, first_computed_s
 from gateway.text.delta import ToolCallDelta
 from gateway.types.deliberation import TokensOfSample
 
@@ -181,9 +181,7 @@ class RunningSample(AnswerPart):
         first = self.first_token
         if first is None or self.num_tokens < 2:
             return self._pace_before
-        # When the engine had it: a gateway that has no processor for a while hears of many tokens at once.
-        engine_s = self.started_s + first.queue_s + first.prefill_s + first.first_decode_s
-        seconds = self._last_output_s - min(engine_s, self.first_output_s)
+        seconds = self._last_output_s - first_computed_s(first, self.started_s, self.first_output_s)
         return num_before + self.num_tokens - 1, before_s + seconds
 
     @property
