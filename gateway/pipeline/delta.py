@@ -152,8 +152,8 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_computed_s(first: FirstToken, submitted_s: float, heard_s: float) -> float:
-    """When an engine had the first token of what was submitted to it, in monotonic seconds. A gateway that has no
-    processor for a while hears of it later, and of many tokens at once.
+    """When an engine had the first token of what was submitted to it, in monotonic seconds. A gateway that
+    has no processor for a while hears of it later, and of many tokens at once.
     """
     return min(heard_s, submitted_s + first.queue_s + first.prefill_s + first.first_decode_s)
 
