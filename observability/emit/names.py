@@ -154,10 +154,7 @@ class TtftPart(_Meant):
     QUEUE = "queue", "waiting in the engine until the first prompt token was scheduled"
     PREFILL = "prefill", "computing the prompt"
     FIRST_DECODE = "first_decode", "from the end of the prompt to the first sampled token"
-    DELIBERATION = (
-        "deliberation",
-        "computing samples, after the first one's first token, until one was chosen",
-    )
+    DELIBERATION = "deliberation", "computing samples after the first one's first token, until one was chosen"
     SERIALIZE = "serialize", "token to text to the first chunk on the socket"
 
 
