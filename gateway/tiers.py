@@ -30,6 +30,11 @@ class Tier:
         return self.config.openai_name or self.name
 
     @property
+    def both_names(self) -> str:
+        """The name, and OpenAI's where it is another: a request may have asked for either."""
+        return repr(self.name) + ("" if self.openai_name == self.name else f" ({self.openai_name!r})")
+
+    @property
     def accepted(self) -> Tier:
         """The tier under which an accepted request goes on: it is not refused for its wait any more."""
         config = msgspec.structs.replace(self.config, admission="best_effort", queue_limit_ms=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from engine.kv import Prefix, state_name
@@ -22,9 +23,9 @@ class Admitter:
         self._state = state
         self._rows = rows
         self._config = state.config
-        # Why the last candidate could not be admitted. All behind it wait for the same cause, because the
-        # queue is admitted in order.
-        self._blocked_by = ""
+        # Why the last candidate could not be admitted, and when that was found. All that were behind it then
+        # wait for the same cause, because the queue is admitted in order.
+        self._blocked_by, self._blocked_at_s = "", -math.inf
 
     def candidate(
         self, draft: PlanDraft, skipped: set[int], allowed: frozenset[int] | None
@@ -179,13 +180,15 @@ class Admitter:
             sequence.table.copy_at.add(prefix.num_matched * size)
 
     def _waited_behind_the_head(self, sequence: Sequence) -> None:
-        """What kept the first of the queue kept everybody behind it who had no cause of its own."""
-        if not sequence.waiting_for:
+        """What kept the first of the queue kept everybody who was behind it and had no cause of its own. Who
+        came later has waited for the step under way, which nobody is to blame for.
+        """
+        if not sequence.waiting_for and sequence.waiting_since_s <= self._blocked_at_s:
             sequence.waiting_for = self._blocked_by
 
     def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:
         sequence.waits_for(cause, draft.now)
-        self._blocked_by = cause
+        self._blocked_by, self._blocked_at_s = cause, draft.now
         draft.someone_blocked = True
 
     def _who_fills_the_batch(self, sequence: Sequence) -> str:

@@ -444,7 +444,8 @@ class SchedulerState:
         for sequence in group.sequences:
             if sequence.status is Status.HELD:
                 sequence.status = Status.WAITING
-                sequence.waits_for("", now)
+                # Until now it has waited for nobody but its own prompt.
+                sequence.waiting_since_s = now
                 self.wait(sequence)
 
     def _remove(self, sequence: Sequence) -> None:

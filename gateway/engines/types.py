@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,15 @@ from contract.pooling import PoolingParams
 from contract.retention import Retention
 from contract.sampling import SamplingParams
 from contract.thinking import ThinkingTags
+
+
+class Chosen(NamedTuple):
+    """How an answer came about that is one of several samples."""
+
+    # When the first of them had its first token, in monotonic seconds.
+    since_s: float
+    # Mean time per token with which the sample itself was generated, after its first; None where unknown.
+    tpot_s: float | None
 
 
 class EngineOutput(msgspec.Struct):
@@ -33,6 +42,8 @@ class EngineOutput(msgspec.Struct):
     stop_token_id: int | None = None
     # Computed so far of answers that are told at the end; no news of any choice.
     withheld_tokens: int = 0
+    # With the first piece of an answer that was chosen; all of them come at once.
+    chosen: Chosen | None = None
     # The answer of a model that pools, little-endian float32.
     pooled: bytes = b""
 

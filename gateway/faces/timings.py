@@ -26,14 +26,17 @@ class SharedRequest(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """What became of the time, in the words of the traces. Tokens a second are those after the first, of all
-    choices together; of drafted tokens some were accepted. `delayed_by_ms` has the causes that held it
-    back, `delayed_by_requests` the tenant's own requests that had most to do with that.
+    """What became of the time, in the words of the traces. `deliberation_ms` is what samples of `test_time`
+    took, after the first one's first token, until one was chosen. Tokens a second are those after the first,
+    of all choices together, or of the chosen sample as it was generated; of drafted tokens some were
+    accepted. `delayed_by_ms` has the causes that held it back, `delayed_by_requests` the tenant's own
+    requests that had most to do with that.
     """
 
     queue_ms: float
     prepare_ms: float
     prefill_ms: float
+    deliberation_ms: float
     first_token_ms: float
     tokens_per_second: float | None
     cached_tokens: Annotated[int, Meta(ge=0)]
@@ -51,6 +54,7 @@ def timings(usage: Usage, *, asked: bool = True) -> Timings | UnsetType:
         queue_ms=ttft.queue_s * 1000,
         prepare_ms=ttft.preprocess_s * 1000,
         prefill_ms=ttft.prefill_s * 1000,
+        deliberation_ms=ttft.deliberation_s * 1000,
         first_token_ms=ttft.total_s * 1000,
         tokens_per_second=usage.tokens_per_s,
         cached_tokens=usage.cached_prompt_tokens,

@@ -237,7 +237,7 @@ class Attempt:
             if self._discard_tokens
             else sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
             ttft=meter.ttft(),
-            tokens_per_s=1 / gap_s if (gap_s := meter.tpot_s(1)) else None,
+            tokens_per_s=meter.tokens_per_s,
             drafted_tokens=meter.statistics.drafted_tokens,
             accepted_tokens=meter.statistics.accepted_tokens,
             delayed_by_s=dict(meter.statistics.delayed_by_s),

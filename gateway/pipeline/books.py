@@ -31,7 +31,7 @@ from gateway.tiers import Tier
 from gateway.types.request import Caller, GenerationRequest
 from observability.emit import genai, hand_overs, names, retention
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
-from observability.emit.names import length_bucket
+from observability.emit.names import TtftPart, length_bucket
 from observability.emit.tracing import Telemetry
 from runtime.deferred import Deferred
 
@@ -305,6 +305,9 @@ class Books:
             **of,
         )
         for part, seconds in ttft_parts(usage.ttft).items():
+            if part is TtftPart.DELIBERATION and not seconds:
+                # Few answers are chosen among samples; zeros of all others would hide how long those take.
+                continue
             observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=end.call.tier.name)
 
     def _observe_gen_ai(self, end: Ended) -> None:

@@ -16,7 +16,7 @@ from contract.formats import UNKNOWN_FORMAT
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 from gateway.config import EffortsConfig
-from gateway.engines.types import EngineOutput
+from gateway.engines.types import Chosen, EngineOutput
 from gateway.models.catalog import ServedModel
 from gateway.pipeline.thinking import ThoughtBudget, is_opened
 from gateway.pipeline.validate import checkpoint_defaults, refuse
@@ -73,6 +73,8 @@ class TimeToFirstToken(msgspec.Struct, frozen=True, kw_only=True):
     preprocess_s: float
     prefill_s: float
     first_decode_s: float
+    # Until one of several samples was chosen as the answer, from the first one's first token on.
+    deliberation_s: float
     serialize_s: float
     network_s: float
 
@@ -96,7 +98,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     # None when no token was made.
     ttft: TimeToFirstToken | None = None
-    # Of all choices together, after the first; None with fewer than two.
+    # Of all choices together, after the first; of a chosen sample, as it was generated. None with fewer than
+    # two.
     tokens_per_s: float | None = None
     # Of the tokens that speculation or a grammar proposed, those that were kept.
     drafted_tokens: int = 0
@@ -148,6 +151,13 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     echo: Echo | None = None
 
 
+def first_computed_s(first: FirstToken, submitted_s: float, heard_s: float) -> float:
+    """When an engine had the first token of what was submitted to it, in monotonic seconds. A gateway that
+    has no processor for a while hears of it later, and of many tokens at once.
+    """
+    return min(heard_s, submitted_s + first.queue_s + first.prefill_s + first.first_decode_s)
+
+
 class Meter:
     """Counts tokens and time along the life of one request, and sums what its engines report. Moments are
     monotonic seconds.
@@ -174,6 +184,8 @@ class Meter:
         self.statistics = ChoiceStatistics()
         # Tokens computed so far of answers that are chosen at the end, until they are sent.
         self.withheld_tokens = 0
+        # Of an answer that is one of several samples.
+        self.chosen: Chosen | None = None
 
     def count(self, output: EngineOutput, now_s: float) -> None:
         """Takes the numbers of one output."""
@@ -181,10 +193,10 @@ class Meter:
         if output.withheld_tokens:
             return
         if self.first_output_s is None:
-            self.first_output_s = now_s
+            self.first_output_s, self.chosen = now_s, output.chosen
             if output.first_token is not None:
                 self.first_token = output.first_token
-        elif output.token_ids:
+        elif output.token_ids and self.chosen is None:
             gap_s = now_s - self.last_output_s
             self._observe_gap(gap_s)
             self.longest_gap_s = max(self.longest_gap_s, gap_s)
@@ -205,7 +217,8 @@ class Meter:
     def ttft(self) -> TimeToFirstToken | None:
         """The parts of the time to the first token, once there is one.
 
-        Network is what the named parts leave over: the way to the engine and back.
+        Network is what the named parts leave over: the way to the engine and back. What comes after the first
+        token of the first sample, where an answer is chosen among several, is deliberation.
         """
         if self.first_output_s is None or self.submitted_s is None:
             return None
@@ -214,24 +227,43 @@ class Meter:
         serialize_s = written_s - self.first_output_s
         first = self.first_token
         engine_s = first.queue_s + first.prefill_s + first.first_decode_s
-        network_s = max(0.0, self.first_output_s - self.submitted_s - engine_s)
+        came_s = self.first_output_s if self.chosen is None else self.chosen.since_s
+        network_s = max(0.0, came_s - self.submitted_s - engine_s)
+        deliberation_s = self.first_output_s - came_s
         return TimeToFirstToken(
             # The sum of the parts, by definition; equals written - received up to the clocks' ticks.
-            total_s=preprocess_s + engine_s + network_s + serialize_s,
+            total_s=preprocess_s + engine_s + network_s + deliberation_s + serialize_s,
             queue_s=first.queue_s,
             preprocess_s=preprocess_s,
             prefill_s=first.prefill_s,
             first_decode_s=first.first_decode_s,
+            deliberation_s=deliberation_s,
             serialize_s=serialize_s,
             network_s=network_s,
         )
 
     def tpot_s(self, num_choices: int) -> float | None:
-        """Mean time per output token of a choice after its first; None with fewer than two."""
+        """Mean time per output token of a choice after its first; None with fewer than two. Of an answer that
+        was chosen, it is that of the sample, because its own tokens come at once.
+        """
         if self.first_output_s is None or self.completion_tokens <= num_choices:
             return None
+        if self.chosen is not None:
+            return self.chosen.tpot_s
         steps = self.completion_tokens / num_choices - 1
         return (self.last_output_s - self.first_output_s) / steps
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all choices together after the first token; of a chosen answer, whoever generated it."""
+        if self.chosen is not None:
+            return 1 / self.chosen.tpot_s if self.chosen.tpot_s else None
+        if self.first_output_s is None or self.submitted_s is None or self.completion_tokens < 2:
+            return None
+        seconds = self.last_output_s - first_computed_s(
+            self.first_token, self.submitted_s, self.first_output_s
+        )
+        return (self.completion_tokens - 1) / seconds if seconds > 0 else None
 
 
 # One choice of a request: from the engine's outputs to deltas.

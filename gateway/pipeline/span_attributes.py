@@ -175,6 +175,7 @@ def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:
         TtftPart.QUEUE: ttft.queue_s,
         TtftPart.PREFILL: ttft.prefill_s,
         TtftPart.FIRST_DECODE: ttft.first_decode_s,
+        TtftPart.DELIBERATION: ttft.deliberation_s,
         TtftPart.SERIALIZE: ttft.serialize_s,
     }
 

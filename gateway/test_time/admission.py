@@ -177,10 +177,10 @@ def within_tier(request: GenerationRequest, ask: Deliberation, tier: Tier) -> De
     """
     config = tier.config.test_time
     if config is None or not config.strategies:
-        problem = f"tier {tier.openai_name!r} has no test_time"
+        problem = f"tier {tier.both_names} has no test_time"
         raise unsupported(request.field(_FIELD), "leave it out, or ask for another service_tier", problem)
     if ask.strategy not in config.strategies:
-        problem = f"{ask.strategy!r} is not among those of tier {tier.openai_name!r}"
+        problem = f"{ask.strategy!r} is not among those of tier {tier.both_names}"
         remedy = f"use {' or '.join(config.strategies)}"
         raise unsupported(request.field(f"{_FIELD}.strategy"), remedy, problem)
     for name, limit in (("samples", config.max_samples), ("budget_tokens", config.max_budget_tokens)):

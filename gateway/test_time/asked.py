@@ -83,6 +83,12 @@ class AskedAnswer(AnswerPart):
         return "" if self._attempt is None else self._attempt.engine
 
     @property
+    def tpot_s(self) -> float | None:
+        """See AnswerPart."""
+        rate = None if self._attempt is None else self._attempt.meter.tokens_per_s
+        return 1 / rate if rate else None
+
+    @property
     def spent(self) -> TokensOfModel:
         """Tokens so far."""
         name = self._question.request.model

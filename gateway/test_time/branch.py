@@ -6,14 +6,13 @@ import asyncio
 import math
 import time
 
-from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from contract.engines import CancelReason
 from contract.outputs import FinishReason, FirstToken
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
-from gateway.pipeline.delta import ChoiceDelta, ChoiceStream
+from gateway.pipeline.delta import ChoiceDelta, ChoiceStream, first_computed_s
 from gateway.text.delta import ToolCallDelta
 from gateway.types.deliberation import TokensOfSample
 
@@ -87,6 +86,11 @@ class AnswerPart:
         """Of its tokens; 0 where they are not known."""
         return 0.0
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token as it was generated, after the first; None without another one."""
+        raise NotImplementedError
+
     def told(self, *, is_chosen: bool, score: float | None) -> TokensOfSample:
         """As usage tells it."""
         if is_chosen:
@@ -133,6 +137,8 @@ class RunningSample(AnswerPart):
         self._delimiter = delimiter
         # Of the steps before it.
         self._num_before = 0
+        self._pace_before = (0, 0.0)
+        self._last_output_s = 0.0
         self.parent = parent
         if parent is not None:
             self._go_on(parent)
@@ -140,6 +146,7 @@ class RunningSample(AnswerPart):
 
     def _go_on(self, parent: RunningSample) -> None:
         self._logprob_sum, self._num_before = parent._logprob_sum, parent.num_path_tokens
+        self._pace_before = parent._pace
         for output in parent._outputs:
             self._outputs.append(output)
             again = EngineOutput(0, list(output.token_ids), logprobs=output.logprobs)
@@ -162,6 +169,22 @@ class RunningSample(AnswerPart):
         return self._logprob_sum / self.num_path_tokens if self.num_path_tokens else 0.0
 
     @property
+    def tpot_s(self) -> float | None:
+        """See AnswerPart."""
+        num_tokens, seconds = self._pace
+        return seconds / num_tokens if num_tokens else None
+
+    @property
+    def _pace(self) -> tuple[int, float]:
+        """Tokens after the first of each step of the path, and the seconds from that one on."""
+        num_before, before_s = self._pace_before
+        first = self.first_token
+        if first is None or self.num_tokens < 2:
+            return self._pace_before
+        seconds = self._last_output_s - first_computed_s(first, self.started_s, self.first_output_s)
+        return num_before + self.num_tokens - 1, before_s + seconds
+
+    @property
     def engine(self) -> str:
         """See AnswerPart."""
         return self.stream.engine
@@ -173,8 +196,8 @@ class RunningSample(AnswerPart):
         """Takes in an output; gives the confidences of the tokens that belong to the answer, or their
         log-probabilities where those were not asked for.
         """
-        if not self.first_output_s:
-            self.first_output_s = time.monotonic()
+        self._last_output_s = time.monotonic()
+        self.first_output_s = self.first_output_s or self._last_output_s
         self.first_token = self.first_token or output.first_token
         logprobs = output.logprobs
         kept = EngineOutput(0, [], logprobs=(), prompt_logprobs=output.prompt_logprobs)
@@ -218,11 +241,3 @@ class RunningSample(AnswerPart):
             pieces.append(EngineOutput(0, []))
         pieces[-1].finish_reason = pieces[-1].finish_reason or FinishReason.LENGTH
         return pieces
-
-
-def first_token_of(first: RunningSample, decided_s: float) -> FirstToken | None:
-    """Where the time to the answer went: from the first sample's first token on it was decided."""
-    if first.first_token is None:
-        return None
-    deliberated_s = max(0.0, decided_s - first.first_output_s)
-    return replace(first.first_token, first_decode_s=first.first_token.first_decode_s + deliberated_s)

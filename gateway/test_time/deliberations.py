@@ -175,7 +175,7 @@ class Deliberations:
                 asking = scored_request(_form(call, spec.model), served, [_ANY_PAIR], (_SCORER, _SCORER))
             check_task(asking, served)
         except MillraceError as error:
-            raise unanswered(spec, call.request.field(_SCORER), error) from error
+            raise unanswered(ask, call.request.field(_SCORER), error) from error
 
     async def _check_schema(self, call: Call, ask: Deliberation, served: ServedModel, context: Any) -> None:
         """Raises for a schema that cannot be compiled, which also is compiled from now on."""
@@ -186,7 +186,7 @@ class Deliberations:
             await self._attempts.tokenizer.validate(served.key, spec.schema_json, "null", context=context)
         except MillraceError as error:
             if error.mapping.http_status == 500 or error.retry_after_s is not None:
-                raise unanswered(spec, call.request.field(_SCORER), error) from error
+                raise unanswered(ask, call.request.field(_SCORER), error) from error
             field = f"{call.request.field(_SCORER)}.schema"
             raise MillraceError(error.reason, f"{field}: {error.message}", field=field) from error
 

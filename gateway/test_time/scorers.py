@@ -9,7 +9,7 @@ from contract.chat import Conversation, Prompt, Role, TextPrompt
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from gateway.test_time import ballots
-from gateway.types.deliberation import ScorerSpec
+from gateway.types.deliberation import Deliberation, ScorerSpec
 
 # Characters of a conversation's end that a model reads beside an answer.
 _QUESTION = 16 * 1024
@@ -99,14 +99,17 @@ def question_of(prompt: Prompt) -> str:
     return (prompt.text if isinstance(prompt, TextPrompt) else " ")[-_QUESTION:]
 
 
-def unanswered(spec: ScorerSpec, field: str, error: MillraceError) -> MillraceError:
-    """The refusal of a request whose scorer does not answer."""
+def unanswered(ask: Deliberation, field: str, error: MillraceError) -> MillraceError:
+    """The refusal of a request whose scorer does not answer, or why it is answered plainly instead."""
+    spec = ask.scorer
+    assert spec is not None, "what scores was asked for"
     what = f"model {spec.model!r}" if spec.model else f"the check {spec.type!r}"
     # What a scorer is refused for is a matter of the request; that it is away is not.
     reason = error.reason if error.mapping.http_status != 500 else Reason.ENGINE_UNAVAILABLE
+    remedy = "" if ask.on_failure == "answer" else ", or set on_failure to answer"
     return MillraceError(
         reason,
-        f"{field}: {what} does not score: {error.message}; name another one, or set on_failure to answer",
+        f"{field}: {what} does not score: {error.message}; name another one{remedy}",
         field=field,
         retry_after_s=error.retry_after_s,
     )

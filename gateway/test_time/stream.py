@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,12 @@ from contract.outputs import ChoiceStatistics, EngineTime
 from gateway.engines.attachment import Computed
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet
-from gateway.engines.types import EngineOutput, Submission
+from gateway.engines.types import Chosen, EngineOutput, Submission
 from gateway.pipeline.attempt import check_ended
 from gateway.pipeline.delta import ChoiceStream
 from gateway.test_time import ballots
 from gateway.test_time.asked import AskedAnswer, Begin, Question, spent_by_model
-from gateway.test_time.branch import AnswerPart, RunningSample, first_token_of
+from gateway.test_time.branch import AnswerPart, RunningSample
 from gateway.test_time.scorers import AnswerScorer, unanswered
 from gateway.test_time.strategies import (
     Concluded,
@@ -402,9 +401,7 @@ class DeliberateStream(ContinuousStream):
             self._unrated(MillraceError(Reason.INTERNAL, "it failed; the gateway's log has why"))
 
     def _unrated(self, error: MillraceError) -> None:
-        spec = self._plan.ask.scorer
-        assert spec is not None, "what scores was asked for"
-        self._unanswered(unanswered(spec, self._plan.scorer_field, error))
+        self._unanswered(unanswered(self._plan.ask, self._plan.scorer_field, error))
 
     def _unanswered(self, told: MillraceError) -> None:
         """What should have judged or answered does not: the best answer so far, where it may be given."""
@@ -425,7 +422,9 @@ class DeliberateStream(ContinuousStream):
         self._end_others(winner, CancelReason.STOP_STRING)
         self._pieces = winner.pieces()
         first = self._pieces[0]
-        first.first_token = first_token_of(self._own[0], time.monotonic())
+        heard = next((each for each in self._own if each.first_token is not None), self._own[0])
+        first.first_token = heard.first_token
+        first.chosen = Chosen(since_s=heard.first_output_s or heard.started_s, tpot_s=winner.tpot_s)
         # With the first piece: the text may end before the last one.
         given = winner.num_path_tokens if isinstance(winner, RunningSample) else 0
         self._statistics.candidate_tokens += self._num_own_tokens - given

@@ -7,8 +7,9 @@ matter is not blamed: then the answer is the request's own work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from observability.analysis.decode import StoredSpan
 from observability.analysis.source import SpanSource
@@ -38,8 +39,9 @@ class Finding:
 
     milliseconds: float
     text: str
-    # None for the request's own work.
+    # None for the request's own work, and for a wait that no cause was named for.
     cause: Cause | None = None
+    is_wait: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
     total_ms = (end_ns - start_ns) / 1e6
     ttft = ttft_of(spans)
     delays = sorted(_delays(spans), key=lambda finding: -finding.milliseconds)
-    work = sorted(_work(spans), key=lambda finding: -finding.milliseconds)
+    work = sorted(_work(spans, delays), key=lambda finding: -finding.milliseconds)
     largest = delays[0] if delays else None
     outcome = _failure(spans)
     if outcome and outcome != _LEFT:
@@ -92,9 +94,8 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
         verdict = "the gateway's part of its trace is not here yet; ask again in a moment"
     else:
         cause = None
-        verdict = "nothing held it back" + (
-            f": {work[0].text}, {work[0].milliseconds:.0f} ms" if work else ""
-        )
+        verdict = "no cause was named" if work and work[0].is_wait else "nothing held it back"
+        verdict += f": {work[0].text}, {work[0].milliseconds:.0f} ms" if work else ""
     if outcome == _LEFT:
         verdict = f"its client left after {total_ms:.0f} ms; until then {verdict}"
     return Explanation(
@@ -122,21 +123,27 @@ def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
     return f"it failed with {outcome}{advice}"
 
 
-# For which engines keep a request in the queue.
-_KEEPS_FROM_QUEUE = (
-    Cause.KV_PRESSURE,
-    Cause.HIGHER_TIER,
-    Cause.BATCH_FULL,
-    Cause.COLD_ADAPTER,
-    Cause.ANSWER_PACE,
-)
+# Besides the parts of the time to the first token: what comes after it.
+_GENERATING = "generating"
+_PROMPT = (TtftPart.PREFILL, TtftPart.FIRST_DECODE)
+_ANSWER = (TtftPart.DELIBERATION, _GENERATING)
+# Where a delay may lie: its time is taken out of the first of these that has some, then of the next.
+_WITHIN_QUEUE = (TtftPart.QUEUE, *_ANSWER, *_PROMPT)
+_WITHIN_ANSWER = (*_ANSWER, *_PROMPT, TtftPart.NETWORK, TtftPart.QUEUE)
+_WITHIN: Mapping[Cause, Sequence[str]] = {
+    Cause.PREEMPTION: _WITHIN_ANSWER,
+    Cause.FORGOTTEN: _WITHIN_ANSWER,
+    Cause.ENGINE_LOST: _WITHIN_ANSWER,
+    Cause.RATE_LIMIT: (TtftPart.PREPROCESS, TtftPart.QUEUE),
+    Cause.GRAMMAR_COMPILE: (TtftPart.PREPROCESS, TtftPart.QUEUE),
+    Cause.LONG_PREFILL: (TtftPart.QUEUE, *_PROMPT, *_ANSWER),
+    Cause.ANSWER_PACE: (TtftPart.QUEUE, *_PROMPT, *_ANSWER),
+}
 
 
 def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
     """Measured delays, and those that follow from spans that only exist when something went wrong."""
-    found = dict(delays_of(spans))
-    # The engine's part, for which it kept the request from the queue; the compilation comes on top.
-    explained_ms = found.get(Cause.GRAMMAR_COMPILE, 0.0)
+    found = _waited(spans)
     compiled_ms = 0.0
     for span in spans:
         duration_ms = span.duration_ms
@@ -147,16 +154,23 @@ def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
         if span.name == names.GATEWAY_RESUBMIT:
             found[Cause.ENGINE_LOST] = found.get(Cause.ENGINE_LOST, 0.0) + duration_ms
     if compiled_ms:
-        found[Cause.GRAMMAR_COMPILE] = explained_ms + compiled_ms
+        # The engine's part is there already; the compilation comes on top.
+        found[Cause.GRAMMAR_COMPILE] = found.get(Cause.GRAMMAR_COMPILE, 0.0) + compiled_ms
     _charge_preemption(found, spans)
-    explained_ms += sum(found.get(cause, 0.0) for cause in _KEEPS_FROM_QUEUE)
-    ttft = ttft_of(spans)
-    if ttft is not None:
-        # Time in the queue that no cause accounts for: the queue was simply not empty.
-        rest_ms = ttft.parts_ms.get(TtftPart.QUEUE, 0.0) - explained_ms - found.get(Cause.LONG_PREFILL, 0.0)
-        if rest_ms >= MIN_DELAY_MS:
-            found[Cause.BATCH_FULL] = found.get(Cause.BATCH_FULL, 0.0) + rest_ms
     return [Finding(ms, _delay_text(cause, spans), cause) for cause, ms in found.items() if ms > 0]
+
+
+def _waited(spans: Sequence[StoredSpan]) -> dict[Cause, float]:
+    """What the services measured. Samples of one answer wait at the same time, and engines tell of each: then
+    the causes share the time in which any of them waited.
+    """
+    found = delays_of(spans)
+    if not any(span.name == names.GATEWAY_SAMPLE for span in spans):
+        return found
+    waits = (names.ENGINE_QUEUE, names.ENGINE_PREFILL, names.ENGINE_PREEMPTED)
+    most_ms = _covered_ms(span for span in spans if span.name in waits)
+    share = min(1.0, most_ms / (sum(found.values()) or 1.0))
+    return {cause: ms * share for cause, ms in found.items()}
 
 
 def _charge_preemption(found: dict[Cause, float], spans: Sequence[StoredSpan]) -> None:
@@ -184,35 +198,51 @@ def _delay_text(cause: Cause, spans: Sequence[StoredSpan]) -> str:
     return text
 
 
-def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
-    found: list[Finding] = []
-    request = request_span(spans)
+def _work(spans: Sequence[StoredSpan], delays: Sequence[Finding]) -> list[Finding]:
+    """The parts of the request's time without what it was delayed by in them, so that all shares add up."""
+    ttft, request = ttft_of(spans), request_span(spans)
+    times: dict[str, float] = dict(ttft.parts_ms.items()) if ttft else {}
+    # What was generated before the client had the first token is in one of the parts.
+    streams = (each for each in spans if each.name == names.GATEWAY_STREAM)
+    first_ns = next((each.start_ns for each in streams if request and each.parent_id == request.span_id), 0)
+    first_ns += round(times.get(TtftPart.SERIALIZE, 0.0) * 1e6)
+    decodes = (span for span in spans if span.name == names.ENGINE_DECODE)
+    times[_GENERATING] = _covered_ms(decodes, from_ns=first_ns)
+    for delay in delays:
+        left_ms = delay.milliseconds
+        for part in _WITHIN.get(delay.cause, _WITHIN_QUEUE) if delay.cause else ():
+            taken_ms = min(left_ms, times.get(part, 0.0))
+            if taken_ms:
+                times[part], left_ms = times[part] - taken_ms, left_ms - taken_ms
     attributes = request.attributes if request else {}
-    ttft = ttft_of(spans)
-    for part, milliseconds in (ttft.parts_ms if ttft else {}).items():
-        if part is TtftPart.QUEUE:
-            continue
-        text = part.meaning
-        if part is TtftPart.PREFILL:
+    return [
+        Finding(ms, _work_text(part, attributes), is_wait=part is TtftPart.QUEUE)
+        for part, ms in times.items()
+        if ms > 0
+    ]
+
+
+def _work_text(part: str, attributes: Mapping[str, Any]) -> str:
+    tokens = attributes.get(genai.OUTPUT_TOKENS)
+    generated = f"{tokens} tokens" if tokens else ""
+    match part:
+        case TtftPart.PREFILL:
             prompt, cached = attributes.get(genai.INPUT_TOKENS), attributes.get(names.CACHED_TOKENS, 0)
-            text = "computing its own prompt" + (
-                f" of {prompt} tokens, {cached} of them cached" if prompt else ""
-            )
-        if part is TtftPart.FIRST_DECODE and any(span.name == names.GATEWAY_SAMPLE for span in spans):
-            tokens = attributes.get(genai.OUTPUT_TOKENS)
-            text = "generating samples until one was chosen" + (f", {tokens} tokens" if tokens else "")
-        found.append(Finding(milliseconds, text))
-    decode_ms = _covered_ms(span for span in spans if span.name == names.ENGINE_DECODE)
-    # Of samples of which one is given, generating is most of the time until the answer begins.
-    if decode_ms and not any(span.name == names.GATEWAY_SAMPLE for span in spans):
-        tokens = attributes.get(genai.OUTPUT_TOKENS)
-        found.append(Finding(decode_ms, "generating" + (f" {tokens} tokens" if tokens else "")))
-    return [finding for finding in found if finding.milliseconds > 0]
+            of_them = f" of {prompt} tokens, {cached} of them cached" if prompt else ""
+            return f"computing its own prompt{of_them}"
+        case TtftPart.DELIBERATION:
+            return ", ".join(filter(None, ("generating samples until one was chosen", generated)))
+        case TtftPart():
+            return part.meaning
+        case _:
+            return " ".join(filter(None, ("generating", generated)))
 
 
-def _covered_ms(spans: Iterable[StoredSpan]) -> float:
-    """Time in which any of them was open: choices of one request are generated at the same time."""
-    covered_ns = end_ns = 0
+def _covered_ms(spans: Iterable[StoredSpan], from_ns: int = 0) -> float:
+    """Time in which any of them was open, from a moment on: choices of one request are generated at the same
+    time.
+    """
+    covered_ns, end_ns = 0, from_ns
     for span in sorted(spans, key=lambda each: each.start_ns):
         covered_ns += max(0, span.end_ns - max(span.start_ns, end_ns))
         end_ns = max(end_ns, span.end_ns)

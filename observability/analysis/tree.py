@@ -60,7 +60,8 @@ def ttft_of(spans: Sequence[StoredSpan]) -> TtftBreakdown | None:
                 {
                     part: float(span.attributes[key])
                     for part, key in names.TTFT_PARTS.items()
-                    if key in span.attributes
+                    # Only answers that are chosen among samples have it.
+                    if key in span.attributes and (part is not TtftPart.DELIBERATION or span.attributes[key])
                 },
             )
     return None

@@ -41,7 +41,8 @@ def render(explanation: Explanation, spans: Sequence[StoredSpan]) -> RenderableT
         table.add_column()
         for finding in explanation.findings:
             share = finding.milliseconds / explanation.total_ms if explanation.total_ms else 0.0
-            cause = Text(finding.cause or "own work", style="red" if finding.cause else "green")
+            own = "waiting" if finding.is_wait else "own work"
+            cause = Text(finding.cause or own, style="red" if finding.cause else "green")
             table.add_row(f"{finding.milliseconds:.1f} ms", f"{share:.0%}", cause, finding.text)
         lines += [Text(""), table]
     if explanation.neighbours:

@@ -154,6 +154,7 @@ class TtftPart(_Meant):
     QUEUE = "queue", "waiting in the engine until the first prompt token was scheduled"
     PREFILL = "prefill", "computing the prompt"
     FIRST_DECODE = "first_decode", "from the end of the prompt to the first sampled token"
+    DELIBERATION = "deliberation", "computing samples after the first one's first token, until one was chosen"
     SERIALIZE = "serialize", "token to text to the first chunk on the socket"
 
 
@@ -176,10 +177,7 @@ class Cause(_Meant):
     OFFLOAD = "offload", "its blocks were brought back from host memory or disk"
     HAND_OVER = "hand_over", "the blocks of its prompt came from the engine that had computed it"
     ANSWER_PACE = "answer_pace", "answers of others had to keep their pace, so that its prompt was held back"
-    FORGOTTEN = (
-        "forgotten",
-        "it lost more of its attention than it may, and was computed again with all",
-    )
+    FORGOTTEN = "forgotten", "it lost more of its attention than it may, and was computed again with all"
     ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 
 

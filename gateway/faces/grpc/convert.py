@@ -205,8 +205,10 @@ def token_logprobs(
 def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
     """Usage, with the parts of the time to first token when asked for."""
     ttft = asdict(usage.ttft) if timing and usage.ttft is not None else None
+    # Not said over gRPC, where nothing is asked for by test_time: here and below.
+    if ttft is not None:
+        del ttft["deliberation_s"]
     # The API's completion_tokens are all that were generated, as OpenAI counts.
     numbers = asdict(usage) | {"completion_tokens": usage.billed_tokens, "ttft": ttft}
-    # Not said over gRPC, where nothing is asked for by test_time.
     del numbers["delayed_by_s"], numbers["shared_with"], numbers["deliberated"]
     return output_pb2.Usage(**numbers)

@@ -5,7 +5,7 @@ import { button, el, table } from "./dom.js";
 import { milliseconds, money, number, percent, t } from "./i18n.js";
 import { store } from "./store.js";
 
-const PARTS = ["network", "preprocess", "queue", "prefill", "first_decode", "serialize"];
+const PARTS = ["network", "preprocess", "queue", "prefill", "first_decode", "deliberation", "serialize"];
 
 /** Cost of a request as the ledger counts it, by prices for a million tokens. */
 export function cost_of(usage, price) {
@@ -18,7 +18,8 @@ export function cost_of(usage, price) {
 /** Parts of the time to the first token: [[name, ms]], with what is left until this page saw it. */
 export function parts_of(usage, seen_ms) {
   const parts = usage.time_to_first_token ?? {};
-  const known = PARTS.map((name) => [name, parts[`${name}_ms`] ?? 0]);
+  // Only an answer that was chosen among several has that part.
+  const known = PARTS.filter((name) => name !== "deliberation" || parts.deliberation_ms).map((name) => [name, parts[`${name}_ms`] ?? 0]);
   const rest = seen_ms === undefined ? 0 : Math.max(0, seen_ms - known.reduce((sum, [, ms]) => sum + ms, 0));
   return [...known, ["page", rest]];
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from observability.analysis import why
-from observability.analysis.causes import _KEEPS_FROM_QUEUE, explain
+from observability.analysis.causes import Explanation, explain
 from observability.analysis.decode import StoredSpan
 from observability.analysis.store import SpanReader, SpanStore
 from observability.emit import genai, names
@@ -18,16 +18,12 @@ from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace,
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_a_measured_delay_is_blamed_by_name_and_number(cause: Cause) -> None:
-    spans = request_trace(
-        parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={cause: 300.0, Cause.OFFLOAD: 6.0}
-    )
-    explanation = explain(spans)
-    in_queue = {*_KEEPS_FROM_QUEUE, Cause.LONG_PREFILL}
-    if cause not in in_queue | {Cause.GRAMMAR_COMPILE}:
-        # The queue is then a delay of its own, and as large.
-        assert {finding.cause for finding in explanation.findings[:2]} == {cause, Cause.BATCH_FULL}
-        return
+    smaller = Cause.KV_PRESSURE if cause is Cause.OFFLOAD else Cause.OFFLOAD
+    spans = request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={cause: 300.0, smaller: 6.0})
+    explanation = explain([*spans, _told(spans, spans[-1].start_ns)])
     assert explanation.cause is cause
+    assert {finding.cause for finding in explanation.findings} == {cause, smaller, None}
+    assert _sum_ms(explanation) == pytest.approx(explanation.total_ms)
     assert cause.meaning in explanation.verdict
     assert explanation.verdict.startswith("300 of 480 ms")
 
@@ -49,12 +45,62 @@ def test_what_is_generated_at_the_same_time_is_counted_once() -> None:
 
 def test_samples_of_one_answer_are_generated_before_its_first_token() -> None:
     used = {str(genai.OUTPUT_TOKENS): 64}
-    parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.FIRST_DECODE: 400.0}
-    spans = request_trace(parts_ms=parts, decode_ms=390.0, attributes=used)
-    sample = replace(spans[-1], name=names.GATEWAY_SAMPLE)
-    told = [(each.text, each.milliseconds) for each in explain([*spans, sample]).findings]
+    parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.DELIBERATION: 400.0}
+    spans = request_trace(parts_ms=parts, decode_ms=0.0, attributes=used)
+    decode = spans.pop()
+    deliberates_ns = 400 * MS
+    spans.append(replace(decode, start_ns=decode.end_ns - deliberates_ns))
+    explanation = explain([*spans, _told(spans, decode.end_ns)])
+    told = [(each.text, each.milliseconds) for each in explanation.findings]
     assert told[0] == ("generating samples until one was chosen, 64 tokens", 400.0)
     assert not [text for text, _ in told if text.startswith("generating 64")]
+    assert _sum_ms(explanation) == pytest.approx(explanation.total_ms)
+
+
+def test_waits_of_samples_at_the_same_time_are_no_longer_than_that_time() -> None:
+    parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.PREFILL: 0.0, TtftPart.DELIBERATION: 400.0}
+    spans = request_trace(parts_ms=parts, delays_ms={Cause.BATCH_FULL: 7 * 30.0}, decode_ms=0.0)
+    first = spans[-1]
+    sample = replace(first, span_id="d" * 16, name=str(names.GATEWAY_SAMPLE))
+    start_ns = first.end_ns - 300 * MS
+    wait = replace(first, name=str(names.ENGINE_QUEUE), start_ns=start_ns, end_ns=start_ns + 30 * MS)
+    waits = [replace(wait, span_id=f"{number:016x}") for number in range(7)]
+    explanation = explain([*spans, sample, *waits, _told(spans, first.end_ns)])
+    (delay,) = (each for each in explanation.findings if each.cause)
+    assert delay.cause is Cause.BATCH_FULL
+    assert delay.milliseconds == pytest.approx(30.0)
+    assert _sum_ms(explanation) == pytest.approx(explanation.total_ms)
+
+
+def test_a_wait_that_no_cause_was_named_for_is_no_full_batch() -> None:
+    explanation = explain(request_trace(decode_ms=500.0))
+    assert explanation.cause is None
+    assert explanation.verdict.startswith("nothing held it back: generating")
+    (wait,) = (each for each in explanation.findings if each.is_wait)
+    assert (wait.text, wait.milliseconds) == (TtftPart.QUEUE.meaning, 20.0)
+    longer = explain(request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 700.0}))
+    assert longer.verdict == f"no cause was named: {TtftPart.QUEUE.meaning}, 700 ms"
+
+
+def test_what_was_generated_before_the_first_token_was_told_is_counted_once() -> None:
+    parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.NETWORK: 90.0}
+    spans = request_trace(parts_ms=parts, decode_ms=100.0)
+    decode = spans.pop()
+    early = replace(decode, start_ns=decode.start_ns - 80 * MS)
+    explanation = explain([*spans, early, _told(spans, decode.start_ns)])
+    assert next(each for each in explanation.findings if each.text == "generating").milliseconds == 100.0
+    assert _sum_ms(explanation) == pytest.approx(explanation.total_ms)
+
+
+def _told(spans: list[StoredSpan], at_ns: int) -> StoredSpan:
+    """From the gateway's first output on."""
+    request = next(span for span in spans if span.name == names.GATEWAY_REQUEST)
+    name, parent = str(names.GATEWAY_STREAM), request.span_id
+    return replace(request, span_id="5" * 16, parent_id=parent, name=name, start_ns=at_ns, attributes={})
+
+
+def _sum_ms(explanation: Explanation) -> float:
+    return sum(each.milliseconds for each in explanation.findings)
 
 
 def test_a_trace_without_the_gateways_part_is_not_judged() -> None:

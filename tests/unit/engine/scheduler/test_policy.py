@@ -184,6 +184,28 @@ def test_kv_pressure_preempts_the_lowest_rank_and_everybody_finishes() -> None:
     assert load.step_p50_s > 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_waits_for_the_step_under_way_alone_is_held_back_by_nobody(overlap: bool) -> None:
+    """Also where others were, a while ago."""
+    driver = Driver(max_num_seqs=2, overlap=overlap)
+    crowd = [driver.submit(prompt(8, index), max_tokens=6) for index in range(5)]
+    driver.run()
+    running = driver.submit(prompt(8, 7), max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    late = driver.submit(prompt(8, 8), max_tokens=4)
+    # It came while the step ran.
+    driver.wait(0.004)
+    driver.run()
+    driver.check_everything()
+    delayed = {
+        each: dict(driver.events[each][-1].statistics.delayed_by_s) for each in (*crowd, running, late)
+    }
+    assert set(delayed[crowd[-1]]) == {"batch_full"}
+    assert delayed[running] == {}
+    assert delayed[late] == {}
+
+
 def test_everybody_behind_full_blocks_is_told_that_they_were_full() -> None:
     """Also those whose prompts no longer fit the step in which the first of them begins."""
     driver = Driver(memory=memory_plan(24, 4, 96), watermark=0.0)

@@ -9,7 +9,7 @@ from contract.chat import TextPrompt
 from contract.errors import MillraceError
 from contract.outputs import ChoiceStatistics, FirstToken
 from contract.sampling import SamplingOptions
-from gateway.engines.types import EngineOutput
+from gateway.engines.types import Chosen, EngineOutput
 from gateway.pipeline.delta import Meter
 from gateway.pipeline.validate import (
     check_vocabulary,
@@ -106,9 +106,36 @@ def test_the_parts_of_the_time_to_the_first_token_sum_to_the_total() -> None:
         + ttft.preprocess_s
         + ttft.prefill_s
         + ttft.first_decode_s
+        + ttft.deliberation_s
         + ttft.serialize_s
         + ttft.network_s
     )
+
+
+def test_tokens_that_are_heard_of_at_once_were_not_computed_at_once() -> None:
+    meter = Meter(100.0, [].append, 100.0)
+    assert meter.tokens_per_s is None
+    meter.count(EngineOutput(0, [1], first_token=FirstToken(0.002, 0.017, 0.001, 4, 1)), 100.050)
+    assert meter.tokens_per_s is None, "of one token"
+    meter.count(EngineOutput(0, [2, 3, 4]), 100.0501)
+    assert meter.tokens_per_s == pytest.approx(3 / 0.0301)
+
+
+def test_an_answer_that_was_chosen_has_the_times_of_its_sample() -> None:
+    gaps_s: list[float] = []
+    of_sample = Meter(100.0, gaps_s.append, 100.0)
+    first = FirstToken(0.002, 0.017, 0.001, 4, 1)
+    of_sample.count(EngineOutput(0, [1, 2], first_token=first, chosen=Chosen(100.023, 0.004)), 100.5)
+    of_sample.count(EngineOutput(0, [3, 4]), 100.5001)
+    of_sample.first_written_s = 100.501
+    assert of_sample.tokens_per_s == pytest.approx(250.0)
+    assert of_sample.tpot_s(1) == pytest.approx(0.004)
+    assert (gaps_s, of_sample.longest_gap_s) == ([], 0.0)
+    ttft = of_sample.ttft()
+    assert ttft is not None
+    assert ttft.deliberation_s == pytest.approx(0.477)
+    assert ttft.network_s == pytest.approx(0.003)
+    assert ttft.total_s == pytest.approx(0.501)
 
 
 def test_statistics_of_choices_and_engines_add_up() -> None:

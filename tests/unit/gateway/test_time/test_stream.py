@@ -211,11 +211,13 @@ async def test_a_scorer_that_does_not_answer_is_told_as_the_request_says(on_fail
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (404, "test_time.scorer")
         assert "'nobody'" in error["message"]
+        assert "set on_failure to answer" in error["message"]
     else:
         text, usage = said(CHAT, answer)
         assert text == "it"
         assert usage["test_time"]["ended_by"] == "failure"
         assert "'nobody'" in usage["test_time"]["failure"]
+        assert "on_failure" not in usage["test_time"]["failure"], "as it is set"
 
 
 @pytest.mark.parametrize(
@@ -568,3 +570,12 @@ async def test_another_tenants_context_is_not_needed() -> None:
             CHAT, json={**BODIES[CHAT], "test_time": {"strategy": "best_of"}}, headers=headers
         )
     assert "tier 'fast' has no test_time" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("asked", ["fast", "priority"])
+async def test_a_tier_that_forbids_it_is_named_by_both_of_its_names(asked: str) -> None:
+    tables = {"fast": {"openai_name": "priority", "test_time": {"strategies": ["best_of"]}}}
+    async with deployed(ScriptedEngine(), tables=tables) as stack:
+        body = {**BODIES[CHAT], "service_tier": asked, "test_time": {"strategy": "search"}}
+        refused = await stack.http.post(CHAT, json=body)
+    assert "not among those of tier 'fast' ('priority')" in refused.json()["error"]["message"]

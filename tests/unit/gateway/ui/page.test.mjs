@@ -155,7 +155,9 @@ test("messages become items and items messages", () => {
 });
 
 test("an answer's parts add up, and its cost is the ledger's", () => {
-  const usage = { prompt_tokens: 10, completion_tokens: 4, prompt_tokens_details: { cached_tokens: 6 }, time_to_first_token: { network_ms: 1, preprocess_ms: 2, queue_ms: 3, prefill_ms: 4, first_decode_ms: 5, serialize_ms: 6, total_ms: 21 } };
+  const usage = { prompt_tokens: 10, completion_tokens: 4, prompt_tokens_details: { cached_tokens: 6 }, time_to_first_token: { network_ms: 1, preprocess_ms: 2, queue_ms: 3, prefill_ms: 4, first_decode_ms: 5, deliberation_ms: 7, serialize_ms: 6, total_ms: 28 } };
+  assert.equal(parts_of(usage).reduce((sum, [, ms]) => sum + ms, 0), usage.time_to_first_token.total_ms);
+  assert.ok(!parts_of({ ...usage, time_to_first_token: { ...usage.time_to_first_token, deliberation_ms: 0 } }).some(([name]) => name === "deliberation"));
   assert.equal(parts_of(usage, 30).reduce((sum, [, ms]) => sum + ms, 0), 30);
   assert.equal(parts_of(usage, 5).at(-1)[1], 0);
   assert.equal(cost_of(usage, { prompt: 2, cached_prompt: 1, completion: 3 }), (4 * 2 + 6 + 12) / 1e6);

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gateway.ui import files
+from observability.emit.names import Cause, TtftPart
 from runtime.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 
@@ -35,6 +36,14 @@ def test_the_page_is_small_and_asks_no_other_host() -> None:
             assert "https://" not in text, path.name
         if path.suffix == ".js":
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text)
+
+
+@pytest.mark.parametrize(
+    "word", [*(f"part_{each}" for each in TtftPart), *(f"cause_{each}" for each in Cause)]
+)
+def test_every_part_and_every_cause_has_a_word_in_every_language(word: str) -> None:
+    words = (files._FOLDER / "i18n.js").read_text(encoding="utf-8")
+    assert words.count(f" {word}: ") == words.count(" part_sum: ") == 3
 
 
 async def test_files_need_no_key_and_are_kept_by_clients() -> None:
