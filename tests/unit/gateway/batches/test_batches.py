@@ -625,3 +625,37 @@ async def test_input_whose_content_is_gone_fails_the_batch_by_its_field(tmp_path
         asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
         batch = await ended(stack, await ok(stack, "POST", "batches", json=asked))
     assert (batch["status"], batch["errors"]["data"][0]["param"]) == ("failed", "input_file_id")
+
+
+async def test_lines_under_way_are_so_many_for_each_engine_of_their_model(tmp_path: Path) -> None:
+    """Engines of other models do not count."""
+    told, most = ScriptedEngine().reply, [0]
+
+    def reply(submit: Any, choice: int) -> list[int]:
+        most.append(engine.num_running)
+        return told(submit, choice)
+
+    engine = ScriptedEngine(step_s=0.01, reply=reply)
+    others = [ScriptedEngine(name=f"other-{each}", model="big") for each in range(3)]
+    tables = {"served": {"models": {"tiny": {"path": "t"}, "big": {"path": "b"}}}}
+    async with serving(tmp_path, engine, *others, tables=tables, max_in_flight=2) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(40))))
+        assert (await ended(stack, batch))["request_counts"]["completed"] == 40
+    assert max(most) == 2
+
+
+async def test_who_has_too_many_batches_is_told_what_makes_room(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    async with serving(tmp_path, engine, max_batches=1) as stack:
+        gate = _after(engine, 1)
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(3))))
+        asked = {
+            "input_file_id": batch["input_file_id"],
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        refused = await call(stack, "POST", "batches", json=asked)
+        gate.set()
+        message = refused.json()["error"]["message"]
+        assert message.endswith("(gateway.batches.max_batches); wait until one has ended, or cancel one")
+        await ended(stack, batch)
