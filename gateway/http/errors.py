@@ -15,8 +15,8 @@ def unexpected() -> MillraceError:
 
 
 def not_found(path: str, remedies: Mapping[str, str], descriptions: Sequence[str] = ()) -> MillraceError:
-    """ROUTE_NOT_FOUND, with a remedy for paths that clients of some face may expect. Others are told where what
-    is served is described, each API by itself; without `descriptions` that is the API's own.
+    """ROUTE_NOT_FOUND, with a remedy for paths that clients of some face may expect. Others are told where
+    what is served is described, each API by itself; without `descriptions` that is the API's own.
     """
     described = ", ".join(descriptions) or "the openapi.json of its API"
     remedy = remedies.get(path, f"for what is served see {described}")
