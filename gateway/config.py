@@ -164,9 +164,9 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # Lines of one batch, and batches of a tenant that have not ended.
     max_lines: PositiveInt = 1_000_000
     max_batches: PositiveInt = 100
-    # Lines that are under way at a time for each engine that takes requests, where nobody else asks.
+    # Lines that are under way at a time for each engine that serves their models, where nobody else asks.
     max_in_flight: PositiveInt = 32
-    # Batches pause while the folder's disk has less room than this.
+    # Batches pause while the folder's disk has less room than this; what ends one may use it.
     min_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024
     # Files whose upload names no time, and batches that have ended, are deleted after it.
     retention_days: PositiveFloat = 30.0

@@ -12,6 +12,9 @@ from engine.scheduler.state import SchedulerState
 
 # Waiting sequences that one plan looks behind: for a short prompt, for one that shares nothing.
 _MAX_SKIPPED = 32
+# Of prompts that are computed in one step, those that one plan passes over for shorter ones: what is left of
+# a step is worth no more looking, and they come first in the next.
+_MAX_UNFIT = 4
 # And as many more for sequences whose adapters are not there: they hold up nobody.
 _MAX_COLD = 256
 
@@ -32,7 +35,7 @@ class Admitter:
     ) -> Sequence | None:
         """The next to admit; `allowed` restricts the choice while a failure is isolated."""
         if allowed is None:
-            if len(skipped) > _MAX_SKIPPED + min(draft.num_cold, _MAX_COLD):
+            if len(skipped) > _MAX_SKIPPED + min(draft.num_cold, _MAX_COLD) or draft.num_unfit > _MAX_UNFIT:
                 return None
             # Blocks are kept for it already, and its siblings hold theirs until it is back.
             promised = self._state.promises.waiting_beam(skipped)
@@ -73,7 +76,9 @@ class Admitter:
         start, prefix = self._starting_point(draft, sequence)
         if self._rows.allowance(draft, sequence, sequence.num_known - start) < 1.0:
             self._waited_behind_the_head(sequence)
-            sequence.waits_for("long_prefill", draft.now)
+            # One that is computed in one step gets neither slot nor blocks before there is a step for it.
+            draft.num_unfit += state.whole_prompts
+            sequence.waits_for("batch_full" if state.whole_prompts else "long_prefill", draft.now)
             skipped.add(sequence.sequence_id)
             return True
         if victim is not None:

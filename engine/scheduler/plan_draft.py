@@ -44,6 +44,8 @@ class PlanDraft:
     due_blocked: bool = False
     # Sequences that were passed over because their adapters are not there, or what else holds up nobody.
     num_cold: int = 0
+    # Prompts, each of which is computed in one step, that this one has no room for.
+    num_unfit: int = 0
     # No room was left for the keys that a candidate will forget.
     lacks_forgotten_room: bool = False
 
@@ -134,20 +136,26 @@ class RowWriter:
 
     def allowance(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> float:
         """Work that the sequence may add to the step if it has so many tokens left to compute; less than 1
-        where there is no room for it.
+        where there is no room for it, or for all of it where it is computed in one step.
         """
+        if self._state.whole_prompts and not self._fits_whole(draft, num_tokens):
+            return 0.0
         is_long = self.is_long(num_tokens)
         if is_long and draft.long_budget <= 0:
             return 0.0
         return draft.work.allowance(sequence.account, is_long=is_long)
+
+    @staticmethod
+    def _fits_whole(draft: PlanDraft, num_tokens: int) -> bool:
+        """Others of the step go first only where it has room for both."""
+        return num_tokens <= draft.budget or not draft.rows
 
     def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
         """As much of the prompt as the budgets allow; nothing for one that lost its slot meanwhile."""
         if sequence.status is not Status.RUNNING:
             return
         if self._state.whole_prompts:
-            # Others of the step go first only where it has room for both.
-            if sequence.remaining_prefill <= draft.budget or not draft.rows:
+            if self._fits_whole(draft, sequence.remaining_prefill):
                 self.add(draft, sequence, sequence.remaining_prefill, ())
             return
         num_tokens = min(sequence.remaining_prefill, draft.budget, self.window_room(sequence, draft.budget))

@@ -84,6 +84,9 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             state_interval=memory.state_interval,
         )
+        if whole_prompts:
+            # A text holds its slot for a step, so that slots say nothing of who had more: tokens do.
+            config = msgspec.structs.replace(config, fairness_band_tokens=1)
         self._model = model
         self._memory = memory
         host_s_per_token = memory.kv_bytes_per_token / cache_config.host_bytes_per_s

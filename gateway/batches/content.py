@@ -39,6 +39,15 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def check_room(folder: Path, least_bytes: int) -> None:
+    """Raises OSError as for a full disk where less is free. It names the limit and not what is free, which
+    changes all the time: who waits is told the same as long as the same holds.
+    """
+    if free_bytes(folder) < least_bytes:
+        problem = f"less is free than gateway.batches.min_free_bytes = {least_bytes}"
+        raise OSError(errno.ENOSPC, problem)
+
+
 class ContentStorage(Protocol):
     """Where files are once they are whole. Ids are ours; nothing here may be called from the event loop.
     Everything raises STORE_UNAVAILABLE where the storage cannot be used now.

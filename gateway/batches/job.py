@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from contract.errors import MillraceError, Reason
 from gateway.batches.calls import LineAnswer, cancelled_error, expired_error, tokens_of
-from gateway.batches.content import FULL, ContentStorage, free_bytes, make_private, write_file
+from gateway.batches.content import FULL, ContentStorage, check_room, free_bytes, make_private, write_file
 from gateway.batches.lines import (
     BadInput,
     Fault,
@@ -34,6 +34,7 @@ from gateway.batches.sealed import ContentKeys, SealingPieces, needed, open_seal
 from gateway.batches.spool import NAMES, Spool, SpoolBusy, Written
 from gateway.batches.store import BatchLease, BatchLeaseLost, BatchStore, StoredFile
 from gateway.batches.types import BatchStatus, LineOutcome, LineResult, Problem, ResultForm
+from gateway.batches.wording import expiry, out_of_reach, without_room
 from gateway.config import BatchesConfig
 from gateway.http.errors import unexpected
 from observability.emit import names
@@ -293,16 +294,16 @@ class BatchJob:
 
     async def _finish(self) -> None:
         batch = self.lease.batch
-        batch.status, batch.finalizing_unix_s = (
-            BatchStatus.FINALIZING,
-            batch.finalizing_unix_s or self._now_s(),
-        )
-        batch.detail = ""
+        batch.status = BatchStatus.FINALIZING
+        batch.finalizing_unix_s = batch.finalizing_unix_s or self._now_s()
+        batch.detail, batch.problems = "", []
         await self._save()
         left = LineOutcome.CANCELLED if self.lease.cancelled_unix_s else LineOutcome.EXPIRED
         has_left = batch.num_answered < batch.num_lines
-        if has_left:
-            await self._write_rest(left)
+        if has_left and not await self._write_rest(left):
+            num_left = batch.num_lines - batch.num_answered
+            batch.counts[left] += num_left
+            batch.problems = [without_room(left, num_left)]
         await self._writing(self._publish, call=self._parts.transfer)
         ended = BatchStatus.CANCELLED if left is LineOutcome.CANCELLED else BatchStatus.EXPIRED
         # One whose end was asked for when all was done already is complete.
@@ -405,9 +406,23 @@ class BatchJob:
             await self._writing(self._commit, results)
 
     def _commit(self, results: list[Written]) -> None:
+        """Answers are written into what is to stay free, too, where no line follows them."""
         self._breathe(0)
-        self._check_room()
+        if not self._is_ending:
+            self._check_room()
         self._put_down(results)
+
+    def _commit_rest(self, results: list[Written], least_bytes: int) -> bool:
+        """Whether there was room."""
+        self._breathe(0)
+        try:
+            check_room(self._folder, least_bytes)
+            self._put_down(results)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return False
+        return True
 
     def _put_down(self, results: list[Written]) -> None:
         assert self._spool is not None, "results come after it is open"
@@ -420,23 +435,25 @@ class BatchJob:
         self._count()
 
     def _check_room(self) -> None:
-        free, least = free_bytes(self._folder), self._parts.config.min_free_bytes
-        if free < least:
-            problem = f"{free} bytes are free, fewer than gateway.batches.min_free_bytes = {least}"
-            raise OSError(next(iter(FULL)), problem)
+        check_room(self._folder, self._parts.config.min_free_bytes)
 
-    async def _write_rest(self, outcome: LineOutcome) -> None:
-        """A result for every line that will not be answered."""
+    async def _write_rest(self, outcome: LineOutcome) -> bool:
+        """A result for every line that will not be answered; False where the disk has no room for all. They
+        may take half of what is to stay free, because others than batches need it as well.
+        """
         assert self._spool is not None, "it was open until now"
+        least = min(self._parts.config.min_free_bytes, await self._parts.call(free_bytes, self._folder) // 2)
         with_what = cancelled_error() if outcome is LineOutcome.CANCELLED else expired_error(self.lease.batch)
         index = LineIndex(self._folder / "index", self._spool.is_done)
         try:
             while some := await self._parts.call(self._rest, index, outcome, with_what):
-                await self._writing(self._commit, some)
+                if not await self._writing(self._commit_rest, some, least):
+                    return False
                 if self._stopping:
                     raise _Stopped
         finally:
             index.close()
+        return True
 
     def _rest(self, index: LineIndex, outcome: LineOutcome, error: MillraceError) -> list[Written]:
         some: list[Written] = []
@@ -482,7 +499,8 @@ class BatchJob:
         Until now each was encrypted by itself.
         """
         assert self._spool is not None, "it was open until now"
-        self._check_room()
+        if not self._is_ending:
+            self._check_room()
         sealing, num_bytes = SealingPieces(needed(self._parts.keys).of(id_)), 0
         results = self._spool.results(file)
 
@@ -529,9 +547,10 @@ class BatchJob:
 
     async def _wait(self, problem: str) -> None:
         """Says what holds it up, and waits for a moment."""
-        if self._pause != f"paused: {problem}":
+        told = f"paused: {problem}; {expiry(self.lease.batch)}"
+        if self._pause != told:
             _log.error("batch %s pauses: %s", self.lease.batch.id, problem)
-            self._pause = self.lease.batch.detail = f"paused: {problem}"
+            self._pause = self.lease.batch.detail = told
         # The database may be on the same disk.
         with suppress(MillraceError):
             await self._save()
@@ -576,18 +595,5 @@ class BatchJob:
     def _tell_reach(self, rate: float) -> None:
         """Says whether its window is out of reach, at so many lines a second; 0 says nothing."""
         batch = self.lease.batch
-        if self._pause or not rate:
-            return
-        needed_s = (batch.num_lines - batch.num_answered) / rate
-        left_s = batch.deadline_unix_s - self._now_s()
-        batch.detail = ""
-        if needed_s > left_s:
-            batch.detail = (
-                f"completion_window {batch.completion_window} is out of reach: at {rate:.3g} lines a second "
-                f"the {batch.num_lines - batch.num_answered} that are left take {_told(needed_s)}, and "
-                f"{_told(left_s)} are left; what is not answered then expires"
-            )
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{max(0.0, seconds) / 60:.1f} min"
+        if rate and not self._pause:
+            batch.detail = out_of_reach(batch, rate, batch.deadline_unix_s - self._now_s())

@@ -52,6 +52,10 @@ class Surroundings(Protocol):
         """The reports of engines that take requests."""
         ...
 
+    def num_engines(self) -> int:
+        """Engines that take requests for the models of the lines under way."""
+        ...
+
     def has_others(self) -> bool:
         """Whether engines work for other gateways, by their reports."""
         ...
@@ -284,7 +288,7 @@ def what_else(
     queued = any(load.num_waiting for load in loads)
     queued |= bool(tightest_s) and any(each > tightest_s * _LATE_SHARE for each in forecast_s)
     return WhatElse(
-        num_engines=len(loads),
+        num_engines=around.num_engines(),
         others_run=bool(others) or around.has_others(),
         others_begin=bool(begin),
         others_wait=late,
@@ -305,6 +309,14 @@ class _OfPipeline:
 
     def loads(self) -> list[EngineLoad]:
         return [each.load for each in self._pipeline.attempts.fleet.ready]
+
+    def num_engines(self) -> int:
+        attempts, fleet = self._pipeline.books.running, self._pipeline.attempts.fleet
+        models = {each.stream.model for each in attempts if each.call.caller.identity.in_batch}
+        if not models:
+            # Which model the first lines name is known when one of them is under way.
+            return min(1, len(fleet.ready))
+        return sum(map(fleet.num_ready, models))
 
     def has_others(self) -> bool:
         ready = self._pipeline.attempts.fleet.ready

@@ -221,7 +221,8 @@ class BatchStore:
             )
             if (num_open or 0) >= self.config.max_batches:
                 limit = self.config.max_batches
-                raise _full(f"{num_open} of your batches have not ended; the limit is {limit}", "max_batches")
+                problem = f"{num_open} of your batches have not ended; the limit is {limit}"
+                raise _full(problem, "max_batches", "wait until one has ended, or cancel one")
             connection.execute(
                 insert(BATCHES).values(
                     tenant=tenant,
@@ -384,10 +385,10 @@ class BatchStore:
             return int(connection.scalar(select(func.coalesce(func.sum(FILES.c.num_bytes), 0))) or 0)
 
 
-def _full(problem: str, key: str) -> MillraceError:
+def _full(problem: str, key: str, remedy: str = "delete files that you need no more") -> MillraceError:
     return MillraceError(
         Reason.STORE_FULL,
-        f"{problem} (gateway.batches.{key}); delete what you need no more",
+        f"{problem} (gateway.batches.{key}); {remedy}",
         metadata={"limit": key},
     )
 

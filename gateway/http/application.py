@@ -28,6 +28,8 @@ from runtime.interceptors import drop_traceback
 # raises.
 
 _log = logging.getLogger(__name__)
+# How paths end at which faces describe what they serve.
+_DESCRIPTION = "/openapi.json"
 
 
 class AsgiApplication:
@@ -250,7 +252,8 @@ class Application:
         methods += filter(None, below)
         allowed = ", ".join(methods)
         if not allowed:
-            raise not_found(path, self._not_served)
+            described = [each for each in self._public if each.endswith(_DESCRIPTION)]
+            raise not_found(path, self._not_served, described)
         exchange.add_headers({"allow": allowed})
         raise MillraceError(
             Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}"

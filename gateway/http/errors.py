@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from contract.errors import MillraceError, Reason
 
@@ -14,7 +14,10 @@ def unexpected() -> MillraceError:
     )
 
 
-def not_found(path: str, remedies: Mapping[str, str]) -> MillraceError:
-    """ROUTE_NOT_FOUND, with a remedy for paths that clients of some face may expect."""
-    remedy = remedies.get(path, "see /openapi.json for what is served")
+def not_found(path: str, remedies: Mapping[str, str], descriptions: Sequence[str] = ()) -> MillraceError:
+    """ROUTE_NOT_FOUND, with a remedy for paths that clients of some face may expect. Others are told where
+    what is served is described, each API by itself; without `descriptions` that is the API's own.
+    """
+    described = ", ".join(descriptions) or "the openapi.json of its API"
+    remedy = remedies.get(path, f"for what is served see {described}")
     return MillraceError(Reason.ROUTE_NOT_FOUND, f"there is nothing at {path}: {remedy}")

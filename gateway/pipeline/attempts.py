@@ -139,9 +139,15 @@ class Attempts:
         return found
 
     def max_model_len(self, served: ServedModel) -> int:
-        """Longest prompt plus completion of a model; 0 while no engine is attached."""
-        of_engines, of_model = self.fleet.max_model_len(served.key), served.config.max_context_tokens
-        return min(of_engines, of_model) if of_model else of_engines
+        """Longest prompt plus completion of a model, or longest text that it pools; 0 while no engine is
+        attached.
+        """
+        pooled, limits = served.vocabulary.pooled, [self.fleet.max_model_len(served.key)]
+        if of_model := served.config.max_context_tokens:
+            limits.append(of_model)
+        if pooled is not None and pooled.max_tokens:
+            limits.append(pooled.max_tokens)
+        return min(limits)
 
     async def open(
         self,

@@ -268,7 +268,7 @@ class Pipeline:
         return [(name, value, reader.default_sources[name]) for name, value in reader.defaults.items()]
 
     def max_model_len(self, served: ServedModel) -> int:
-        """Longest prompt plus completion of a model; 0 while no engine is attached."""
+        """See `Attempts.max_model_len`."""
         return self.attempts.max_model_len(served)
 
     async def encode(self, caller: Caller, served: ServedModel, request: GenerationRequest) -> Encoded:

@@ -262,7 +262,8 @@ def find_neighbours(reader: SpanSource, spans: Sequence[StoredSpan]) -> list[Nei
             milliseconds, tokens = overlaps.get(chunk.trace_id, (0.0, 0))
             chunk_tokens = int(chunk.attributes.get(names.CHUNK_TOKENS, 0))
             overlaps[chunk.trace_id] = (milliseconds + overlap / 1e6, tokens + chunk_tokens)
-    found: list[Neighbour] = []
+    # By trace: a request has a span for each of its choices or texts.
+    found: dict[str, Neighbour] = {}
     for engine in around:
         if (
             engine.name == names.ENGINE_REQUEST
@@ -270,8 +271,8 @@ def find_neighbours(reader: SpanSource, spans: Sequence[StoredSpan]) -> list[Nei
             and engine.attributes.get(names.ENGINE_ID) == mine.attributes.get(names.ENGINE_ID)
         ):
             tenant = str(engine.attributes.get(names.TENANT, ""))
-            found.append(Neighbour(engine.request_id, tenant, *overlaps[engine.trace_id]))
-    return sorted(found, key=lambda neighbour: -neighbour.overlap_ms)
+            found[engine.trace_id] = Neighbour(engine.request_id, tenant, *overlaps[engine.trace_id])
+    return sorted(found.values(), key=lambda neighbour: -neighbour.overlap_ms)
 
 
 def _name(neighbour: Neighbour) -> str:

@@ -374,11 +374,11 @@ def models(
             raise typer.Exit(owners.run_configured("engine.model.packed_command", flags))
     if what is not None:
         raise typer.Exit(owners.run_module("engine.model.families.table", ["--json"] if json else []))
-    from services.cli.inference import InferenceClient, told_defaults
+    from services.cli.inference import InferenceClient, told_defaults, told_model
 
     with _errors_in_one_line(), InferenceClient(find_target(url)) as client:
         for model in client.models():
-            _out.print(f"{model.id}  {model.max_model_len} tokens", markup=False)
+            _out.print(told_model(model), markup=False)
             if told := told_defaults(model, {}):
                 _notes.print(f"  {told}", style="dim", markup=False, highlight=False, soft_wrap=True)
 

@@ -262,4 +262,6 @@ def _told(batch: dict[str, Any]) -> str:
     why = _CUT_SHORT[status].format(window=batch["completion_window"])
     if not counts["total"]:
         return f"{status}: {why} before its lines were read, so none has an answer; run the file again"
-    return f"{told}; {why} before the others did, which are among the errors: run those lines again"
+    # Where something kept them from being written, that was said.
+    among = "" if batch["errors"] else ", which are among the errors"
+    return f"{told}; {why} before the others did{among}: run those lines again"

@@ -13,6 +13,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.errors import MillraceError, Reason
+from contract.pooling import GENERATE
 from contract.proto.status import from_rpc_error
 from runtime.channels import CLIENT_OPTIONS
 from runtime.errors import ConfigError
@@ -85,6 +86,15 @@ def _channel(target: ServerTarget) -> grpc.Channel:
     return grpc.secure_channel(
         target.address, grpc.ssl_channel_credentials(authorities), options=CLIENT_OPTIONS
     )
+
+
+def told_model(model: inference_pb2.Model) -> str:
+    """A model, the longest text that it takes, and what it can do where that is not to generate, in one line.
+    The length is known while an engine has it loaded.
+    """
+    length = f"{model.max_model_len} tokens" if model.max_model_len else "not loaded"
+    tasks = ", ".join(each for each in model.tasks if each != GENERATE)
+    return "  ".join(filter(None, (model.id, length, tasks)))
 
 
 def told_defaults(model: inference_pb2.Model | None, asked: Mapping[str, Any]) -> str:

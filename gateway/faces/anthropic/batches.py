@@ -139,7 +139,7 @@ class MessageBatchEndpoints:
         batches, batch = self._batches, await self._find(exchange, id_)
         if batch.is_open:
             raise invalid("message_batch_id", "its processing has not ended; ask again when it has")
-        if batch.problems:
+        if batch.problems and not batch.output_file_id:
             raise invalid("message_batch_id", f"it failed as a whole: {batch.problems[0].message}")
         tenant = exchange.verified_caller.identity.tenant
         file = await batches.call(batches.store.file, tenant, batch.output_file_id)

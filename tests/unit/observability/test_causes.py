@@ -210,6 +210,9 @@ def test_the_neighbour_that_filled_the_steps_is_named(tmp_path: Path) -> None:
     mine = request_trace("mine", number=1, delays_ms={Cause.LONG_PREFILL: 150.0})
     long_parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.PREFILL: 180.0}
     loud = request_trace("loud", number=2, parts_ms=long_parts)
+    # It has several texts, each with a span of its own.
+    (engine,) = (span for span in loud if span.name == names.ENGINE_REQUEST)
+    loud += [replace(engine, span_id=f"{number:016x}") for number in (71, 72)]
     elsewhere = request_trace("elsewhere", number=3, parts_ms=long_parts)
     later = request_trace("later", number=4, start_ns=START_NS + 10**10)
     path = tmp_path / "traces.sqlite"

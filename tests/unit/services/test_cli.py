@@ -27,7 +27,7 @@ from runtime.errors import ConfigError
 from services.cli import chat, owners
 from services.cli.app import app
 from services.cli.chat import ChatSession, talk
-from services.cli.inference import InferenceClient, response_format, told_defaults
+from services.cli.inference import InferenceClient, response_format, told_defaults, told_model
 from services.cli.repetition import is_repetition
 from services.cli.target import ServerTarget
 from services.supervisor.config import make_private
@@ -184,6 +184,15 @@ def test_generate_streams_the_continuation(run: Any, server: tuple[str, Inferenc
 
 def test_models(run: Any) -> None:
     assert run("models").stdout == "tiny  4096 tokens\n"
+
+
+def test_models_say_what_they_can_do_and_whether_their_length_is_known() -> None:
+    def told(length: int, *tasks: str) -> str:
+        return told_model(inference_pb2.Model(id="m", max_model_len=length, tasks=tasks))
+
+    assert told(256, "embed") == "m  256 tokens  embed"
+    assert told(0, "score", "classify") == "m  not loaded  score, classify"
+    assert told(0, "generate") == "m  not loaded"
 
 
 def test_refusal_is_one_clear_line(run: Any) -> None:

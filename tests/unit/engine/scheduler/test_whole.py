@@ -40,6 +40,31 @@ def test_every_prompt_is_one_row(seed: int, overlap: bool) -> None:
         assert driver.events[asked][-1].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [BUDGET, BUDGET - 1, BUDGET // 2, BUDGET // 2 - 1, BUDGET // 4])
+def test_a_small_prompt_comes_in_within_a_few_steps_beside_hundreds_of_another_tenant(
+    length: int, overlap: bool
+) -> None:
+    """Prompts that wait hold neither blocks nor slots, and each token counts: none is ahead of another by
+    more than a prompt.
+    """
+    memory = memory_plan(num_blocks=2 * (BUDGET // 4 + 8), max_model_len=BUDGET)
+    driver = Driver(memory=memory, overlap=overlap, whole_prompts=True, prefix_caching=False)
+    for _ in range(300):
+        driver.submit([1] * length, max_tokens=1, tenant="big")
+    for _ in range(6):
+        driver.step()
+        scheduled = {row.sequence_id for plan in driver.plans[-2:] for row in plan.scheduled}
+        assert driver.scheduler.load(driver.now).num_running <= len(scheduled)
+    for _ in range(12):
+        small, num_plans = driver.submit([2] * 3, max_tokens=1, tenant="small"), len(driver.plans)
+        while not driver.events[small]:
+            driver.step()
+        assert len(driver.plans) - num_plans <= 2 + overlap
+    driver.run()
+    driver.check_everything()
+
+
 def test_short_prompts_do_not_hold_up_a_long_one() -> None:
     memory = memory_plan(num_blocks=2 * (BUDGET // 4 + 8), max_model_len=BUDGET)
     driver = Driver(memory=memory, whole_prompts=True, prefix_caching=False)

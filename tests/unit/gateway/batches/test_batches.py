@@ -446,31 +446,6 @@ async def test_expired_batch_tells_of_each_line_that_was_not_answered(tmp_path: 
     assert len(rest) == 4
 
 
-async def test_full_disk_pauses_the_batch_and_it_goes_on(tmp_path: Path) -> None:
-    async with serving(tmp_path, ScriptedEngine(step_s=0.005)) as stack:
-        service = _service(stack)
-        # More than any disk has.
-        limited = type(service.config)(directory=service.config.directory, min_free_bytes=1 << 60)
-        parts = service._runner._parts
-        usual = parts.config
-        object.__setattr__(parts, "config", limited)
-        batch = await create(stack, jsonl(*(request(str(each)) for each in range(30))))
-
-        async def paused() -> Any:
-            now = await ok(stack, "GET", f"batches/{batch['id']}")
-            return now if now["status_detail"] else None
-
-        now = await until(paused)
-        assert "paused: the disk of gateway.batches.directory is full" in now["status_detail"]
-        assert now["status"] == "in_progress"
-        object.__setattr__(parts, "config", usual)
-        batch = await ended(stack, batch)
-        assert (batch["status"], batch["status_detail"]) == ("completed", None)
-        found = await results(stack, batch["output_file_id"])
-    assert sorted(int(each["custom_id"]) for each in found) == list(range(30))
-    assert len(ledger_rows(tmp_path)) == 30
-
-
 async def test_operators_see_what_becomes_of_batches(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     async with serving(tmp_path, engine, max_in_flight=1, sweep_interval_s=0.05) as stack:
@@ -527,3 +502,37 @@ async def test_input_whose_content_is_gone_fails_the_batch_by_its_field(tmp_path
         asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
         batch = await ended(stack, await ok(stack, "POST", "batches", json=asked))
     assert (batch["status"], batch["errors"]["data"][0]["param"]) == ("failed", "input_file_id")
+
+
+async def test_lines_under_way_are_so_many_for_each_engine_of_their_model(tmp_path: Path) -> None:
+    """Engines of other models do not count."""
+    told, most = ScriptedEngine().reply, [0]
+
+    def reply(submit: Any, choice: int) -> list[int]:
+        most.append(engine.num_running)
+        return told(submit, choice)
+
+    engine = ScriptedEngine(step_s=0.01, reply=reply)
+    others = [ScriptedEngine(name=f"other-{each}", model="big") for each in range(3)]
+    tables = {"served": {"models": {"tiny": {"path": "t"}, "big": {"path": "b"}}}}
+    async with serving(tmp_path, engine, *others, tables=tables, max_in_flight=2) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(40))))
+        assert (await ended(stack, batch))["request_counts"]["completed"] == 40
+    assert max(most) == 2
+
+
+async def test_who_has_too_many_batches_is_told_what_makes_room(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    async with serving(tmp_path, engine, max_batches=1) as stack:
+        gate = _after(engine, 1)
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(3))))
+        asked = {
+            "input_file_id": batch["input_file_id"],
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        refused = await call(stack, "POST", "batches", json=asked)
+        gate.set()
+        message = refused.json()["error"]["message"]
+        assert message.endswith("(gateway.batches.max_batches); wait until one has ended, or cancel one")
+        await ended(stack, batch)

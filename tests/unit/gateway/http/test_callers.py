@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pkgutil
+import re
 from importlib import import_module
 from typing import Any
 
@@ -114,6 +115,17 @@ async def test_only_a_question_is_answered_with_a_context() -> None:
         assert CONTEXT_HEADER not in answer.headers
         answer = await ask(rig, f"{AUTHORIZE_PREFIX}v1/models", **headers, **{QUESTION_HEADER: "1"})
         assert CONTEXT_HEADER in answer.headers
+
+
+async def test_who_asks_for_a_path_that_is_not_there_is_told_every_description() -> None:
+    async with deployed(tables=TABLES) as rig:
+        answer = await ask(rig, "/v1/nothing", authorization=f"Bearer {KEY}")
+        assert answer.status_code == 404
+        told = re.findall(r"/[a-z0-9/]*openapi\.json", answer.json()["error"]["message"])
+        for path in told:
+            assert (await ask(rig, path)).status_code == 200
+    apis = ("", "/v1/embeddings", "/v1/messages", "/v1/responses")
+    assert {f"{each}/openapi.json" for each in apis} <= set(told)
 
 
 async def test_refusals_of_callers_are_in_the_document() -> None:

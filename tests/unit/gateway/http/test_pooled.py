@@ -76,6 +76,19 @@ async def test_instructions_and_cuts_are_the_models_unless_asked_otherwise() -> 
     assert refused.json()["error"]["param"] == "prompt_name"
 
 
+async def test_the_longest_text_is_told_as_it_holds() -> None:
+    """An engine reads more than the model's own files allow."""
+    engine = PoolingEngine(max_model_len=512)
+    async with deployed(engine, tokenizer=PoolingTokenizer(max_tokens=256)) as stack:
+        listed = (await stack.http.get("/v1/models")).json()["data"]
+        counted = (await stack.http.post("/tokenize", json={"model": "tiny", "prompt": "abc"})).json()
+        told = [each["max_model_len"] for each in (*listed, counted)]
+        await stack.http.post("/v1/embeddings", json={"model": "tiny", "input": "abc"})
+        (asked,) = stack.tokenizer.prepared
+    assert set(told) == {256}
+    assert asked.max_prompt_tokens == 256
+
+
 async def test_dimensions_are_for_models_made_for_fewer() -> None:
     engine = PoolingEngine()
     tokenizer = PoolingTokenizer(num_dimensions=8, has_fewer_dimensions=True, dimensions=[2, 4])
