@@ -45,8 +45,9 @@ def no_rank_stays() -> Iterator[None]:
 
 
 def _shared_memory() -> set[str]:
-    """Names of it, but for those by which blocks are handed over: tests beside this one may do that."""
-    return {each for each in os.listdir("/dev/shm") if not each.startswith("millrace-blocks-")}
+    """Names of it that ranks or this process's libraries made: whatever else runs here makes others."""
+    own = f"_{os.getpid()}_"
+    return {each for each in os.listdir("/dev/shm") if each.startswith("millrace-ranks") or own in each}
 
 
 def is_rank(process: psutil.Process) -> bool:
