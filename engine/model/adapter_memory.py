@@ -90,10 +90,11 @@ def _of_state(state: StateSpec, hidden: int) -> Iterator[tuple[int, list[int]]]:
         return
     values, heads = state.num_heads * state.value_dim, state.num_heads
     if state.kind == "selective":
+        yield hidden, [2 * values]
         yield values, [state.low_rank + 2 * state.key_dim]
         yield state.low_rank, [values]
-    if state.kind in ("rg_lru", "selective"):
-        yield hidden, [2 * values] if state.kind == "selective" else [values, values]
+    elif state.kind == "rg_lru":
+        yield hidden, [values, values]
     elif state.kind == "mamba2":
         yield hidden, [values + state.channels + heads]
     elif state.layout != "by_group":

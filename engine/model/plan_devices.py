@@ -150,8 +150,7 @@ def _exchange(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
 
 def _num_products(spec: ModelSpec) -> int:
     """Attention's and states' outputs, and feed-forwards'."""
-    feeding = range(spec.num_layers) if spec.feed_forward_layers is None else spec.feed_forward_layers
-    return len(spec.attending) + len(feeding) + (0 if spec.state is None else len(spec.state.layers))
+    return len(spec.attending) + len(spec.feeding) + (0 if spec.state is None else len(spec.state.layers))
 
 
 def told(plans: list[SharedPlan], devices: Devices) -> str:

@@ -323,8 +323,7 @@ def _one_of(spec: ModelSpec, name: str, most: int) -> str:
 def _why_not_cut(spec: ModelSpec, size: int) -> str:
     """Why layers are not cut into so many parts; empty when they are."""
     experts, inner = spec.experts, spec.intermediate_size
-    feeding = range(spec.num_layers) if spec.feed_forward_layers is None else spec.feed_forward_layers
-    if experts is not None and not experts.joins_dense and set(feeding) <= set(experts.layers):
+    if experts is not None and not experts.joins_dense and set(spec.feeding) <= set(experts.layers):
         inner = 0
     shared = 0 if experts is None else experts.shared_intermediate_size
     for name, count in (

@@ -408,6 +408,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
 
     @property
+    def feeding(self) -> tuple[int, ...]:
+        """Layers with a feed-forward."""
+        return tuple(range(self.num_layers)) if self.feed_forward_layers is None else self.feed_forward_layers
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """Windows of these."""
         return tuple(self.windows[layer] for layer in self.attending)

@@ -159,7 +159,8 @@ class KvStorage:
         self.block_size = block_size
         self.num_states = num_states
         self.num_window_blocks = num_window_blocks
-        self._num_sequences = 0
+        # Sequences whose newest keys are whole; 0 where no layer rounds keys by channel.
+        self._num_recent = 0
         # Where layers with a window keep each block [N]: the spare block of theirs, until a plan says so.
         self.window_blocks: NDArray[np.int64] | None = None
         if num_window_blocks:
@@ -256,16 +257,16 @@ class KvStorage:
 
     def keep_newest_keys(self, num_sequences: int) -> None:
         """Room for the newest keys of so many sequences, whole, in the layers that round them by channel."""
-        self._num_sequences = num_sequences
         for layer in self.layers:
             if getattr(layer, "channels", None) is not None:
                 layer.keep_newest_keys(num_sequences)
+                self._num_recent = num_sequences
 
     def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
-        if all(getattr(layer, "recent", None) is None for layer in self.layers):
+        if not self._num_recent:
             return None
-        assert slots.max(initial=0) < self._num_sequences, f"{self._num_sequences} sequences"
+        assert slots.max(initial=0) < self._num_recent, f"{self._num_recent} sequences"
         return slots
 
     def copy_slots(self, pairs: NDArray[np.int64]) -> None:

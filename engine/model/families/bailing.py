@@ -35,8 +35,6 @@ def read(config: ConfigReader) -> ModelSpec:
     num_layers, every = config.count("num_hidden_layers"), config.count("layer_group_size", 6)
     default = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
     attending, others = mixed_layers(config, default=default, state="linear_attention")
-    if not attending:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     routing = corrected_routing(config, num_groups=8, num_active_groups=4)
     experts = routed_experts(config, routing, default_dense=2, default_scaling=2.5, default_shared=1)
     behind = prediction(config).get("names", TensorNames())

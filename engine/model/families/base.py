@@ -123,10 +123,16 @@ def rotating_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 
 
 def mixed_layers(
-    config: ConfigReader, *, default: Sequence[str], state: str, keys: Sequence[str] = ("layer_types",)
+    config: ConfigReader,
+    *,
+    default: Sequence[str],
+    state: str,
+    keys: Sequence[str] = ("layer_types",),
+    default_key: str = "layer_types",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Layers that attend, and those with a state, which are called `state`; from the first of the `keys` that
-    is there, or else from `default`.
+    is there, or else from `default`, which follows from `default_key`. Some attend: of a cache without keys
+    nothing can be planned.
     """
     key = next((key for key in keys if config.values.get(key) is not None), "")
     kinds = config.values[key] if key else list(default)
@@ -136,6 +142,10 @@ def mixed_layers(
     unknown = sorted({str(kind) for kind in kinds} - attends - states)
     if unknown:
         raise CheckpointError(f"{config.source}: {key} holds {unknown}, which is not supported")
+    if attends.isdisjoint(kinds):
+        raise CheckpointError(
+            f"{config.source}: {key or default_key}: no layer attends, which is not supported"
+        )
     return (
         tuple(layer for layer, kind in enumerate(kinds) if kind in attends),
         tuple(layer for layer, kind in enumerate(kinds) if kind in states),

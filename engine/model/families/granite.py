@@ -150,8 +150,6 @@ def read_hybrid(config: ConfigReader) -> ModelSpec:
         state="mamba",
         keys=("layer_types", "layers_block_type"),
     )
-    if not attending:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     rope = config.rope(head_size(config))
     rotates = [config.values.get("position_embedding_type") == "rope"] * num_layers
     fields = some_rotate(rope, rotates) | {

@@ -53,8 +53,8 @@ def read(config: ConfigReader) -> ModelSpec:
         ("moe_layer_freq", 1),
     ):
         config.require(key, expected, expected)
-    attending, others = _layers(config)
-    own = ConfigReader(_table(config), f"{config.source}: linear_attn_config")
+    own = _table(config)
+    attending, others = _layers(config, own)
     head_dim = own.count("head_dim", config.count("linear_head_dim", 128))
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     experts = routed_experts(config, routing, default_dense=1, default_scaling=2.446, default_shared=1)
@@ -107,31 +107,25 @@ def state_names(layers: tuple[int, ...], *renamed: tuple[str, str], skipped: str
     return TensorNames(renamed=(*renamed, *((which, *_STATE_NAMES) if layers else ())), skipped=skipped)
 
 
-def _table(config: ConfigReader) -> Mapping[str, Any]:
+def _table(config: ConfigReader) -> ConfigReader:
     """`linear_attn_config` of published checkpoints."""
     given = config.values.get("linear_attn_config") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{config.source}: linear_attn_config = {given!r} is not a table of keys")
-    return given
+    return ConfigReader(given, f"{config.source}: linear_attn_config")
 
 
-def _layers(config: ConfigReader) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layers that attend, and the others; `linear_attn_config` counts them from one."""
+def _layers(config: ConfigReader, own: ConfigReader) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers that attend, and the others; `own`, the `linear_attn_config`, counts them from one."""
     num_layers = config.count("num_hidden_layers")
+    attending = own.numbers_of("full_attn_layers")
+    if attending is None:
+        attending = tuple(range(5, num_layers + 1, 4))
+    elif sorted([*attending, *(own.numbers_of("kda_layers") or ())]) != list(range(1, num_layers + 1)):
+        raise CheckpointError(
+            f"{own.source}: full_attn_layers and kda_layers do not name {num_layers} layers"
+        )
     default = [
-        "full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(num_layers)
+        "full_attention" if layer + 1 in attending else "linear_attention" for layer in range(num_layers)
     ]
-    own = ConfigReader(_table(config), f"{config.source}: linear_attn_config")
-    listed = own.numbers_of("full_attn_layers")
-    if listed is not None:
-        if sorted([*listed, *(own.numbers_of("kda_layers") or ())]) != list(range(1, num_layers + 1)):
-            raise CheckpointError(
-                f"{own.source}: full_attn_layers and kda_layers do not name {num_layers} layers"
-            )
-        default = [
-            "full_attention" if layer + 1 in listed else "linear_attention" for layer in range(num_layers)
-        ]
-    attending, others = mixed_layers(config, default=default, state="linear_attention")
-    if not attending:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
-    return attending, others
+    return mixed_layers(config, default=default, state="linear_attention")

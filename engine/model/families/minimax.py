@@ -43,8 +43,6 @@ def read(config: ConfigReader) -> ModelSpec:
     num_layers, head_dim = config.count("num_hidden_layers"), head_size(config)
     default = ["linear_attention" if layer % 2 else "full_attention" for layer in range(num_layers)]
     attending, others = mixed_layers(config, default=default, state="linear_attention")
-    if not attending:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     alpha = config.number("mlp_alpha_factor", 1.0)
     if alpha <= 0:
         raise CheckpointError(f"{config.source}: mlp_alpha_factor = {alpha} is not above 0")

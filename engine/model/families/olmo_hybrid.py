@@ -13,7 +13,7 @@ from engine.model.families.base import (
     mixed_layers,
     some_rotate,
 )
-from engine.model.spec import CheckpointError, ModelSpec, StateSpec, TensorNames
+from engine.model.spec import ModelSpec, StateSpec, TensorNames
 
 # Of the norm behind a scan, whatever config.json says of the others.
 _SCAN_NORM_EPS = 1e-5
@@ -38,8 +38,6 @@ def read(config: ConfigReader) -> ModelSpec:
     if "full_attention" not in default:
         default[-1] = "full_attention"
     attending, others = mixed_layers(config, default=default, state="linear_attention")
-    if not attending:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     rope = config.values.get("rope_parameters") or {}
     turns = isinstance(rope, dict) and rope.get("rope_theta") is not None
     return decoder_spec(

@@ -23,7 +23,7 @@ from tests.unit.engine.runner.test_ranks import (
     assert_near,
     bits,
 )
-from tests.unit.engine.runner.test_states import engine
+from tests.unit.engine.runner.test_states import engine, preempted_answers_go_on
 
 pytestmark = pytest.mark.usefixtures("no_rank_stays", "parts_are_kept")
 
@@ -145,12 +145,4 @@ def test_states_are_gone_on_with_as_by_one_process(
     [("qwen3.5", ParallelConfig(tensor=2)), ("bamba", ParallelConfig(pipeline=2))],
 )
 def test_preemption_goes_on_where_it_was(family: str, parallel: ParallelConfig, tmp_path: Path) -> None:
-    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
-    with engine(tmp_path, num_blocks=12, parallel=parallel) as driver:
-        prompts = [prompt_of(30 + index, 199, seed=index) for index in range(6)]
-        requests = [driver.submit(prompt, max_tokens=40, temperature=0.0) for prompt in prompts]
-        driver.run()
-        assert driver.scheduler.load(driver.now).counters.num_preemptions
-        for request, prompt in zip(requests, prompts, strict=True):
-            tokens = driver.tokens(request)
-            assert tokens == reference_greedy(oracle, prompt, 40, tokens)
+    preempted_answers_go_on(family, tmp_path, parallel=parallel)

@@ -147,12 +147,10 @@ def test_prompts_that_begin_alike(family: str, native: str, overlap: bool, tmp_p
             assert driver.tokens(request) == driver.tokens(again) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_preemption_goes_on_where_it_was(family: str, host_bytes: int, tmp_path: Path) -> None:
+def preempted_answers_go_on(family: str, folder: Path, **options: Any) -> None:
     """Twelve blocks for six answers that grow to five blocks each."""
-    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
-    with engine(tmp_path, num_blocks=12, host_bytes=host_bytes) as driver:
+    oracle = make_checkpoint(folder, HYBRIDS[family][0], **HYBRIDS[family][1])
+    with engine(folder, num_blocks=12, **options) as driver:
         prompts = [prompt_of(30 + index, 199, seed=index) for index in range(6)]
         requests = [driver.submit(prompt, max_tokens=40, temperature=0.0) for prompt in prompts]
         driver.run()
@@ -160,6 +158,12 @@ def test_preemption_goes_on_where_it_was(family: str, host_bytes: int, tmp_path:
         for request, prompt in zip(requests, prompts, strict=True):
             tokens = driver.tokens(request)
             assert tokens == reference_greedy(oracle, prompt, 40, tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_preemption_goes_on_where_it_was(family: str, host_bytes: int, tmp_path: Path) -> None:
+    preempted_answers_go_on(family, tmp_path, host_bytes=host_bytes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
