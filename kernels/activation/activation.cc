@@ -1,5 +1,6 @@
 #include "activation/activation.h"
 
+#include "native/past_caches.h"
 #include "native/simd.h"
 
 namespace millrace {
@@ -50,6 +51,7 @@ void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num
   constexpr int64_t kPiece = 512;
   const int64_t pieces = (args.width + kPiece - 1) / kPiece;
   const Range mine = share(num_rows * pieces, thread, num_threads);
+  const bool past_caches = goes_past_caches(args.out, args.out_stride, num_rows, args.width);
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
     const int64_t row = unit / pieces, begin = unit % pieces * kPiece;
     const int64_t end = begin + kPiece < args.width ? begin + kPiece : args.width;
@@ -61,9 +63,14 @@ void gate_rows(const ActivationArgs& args, int64_t num_rows, int thread, int num
     for (int64_t i = begin; i < end; i += kLanes) {
       const Mask m = first(end - i);
       const Vec up = args.plain ? set1(1.0f) : mul(factor, load(beside + i, m));
-      store(out + i, m, mul(share, apply(mul(factor, load(gate + i, m)), up)));
+      const Vec value = mul(share, apply(mul(factor, load(gate + i, m)), up));
+      if (past_caches)
+        store_past_caches(out + i, value);
+      else
+        store(out + i, m, value);
     }
   }
+  if (past_caches) past_caches_done();
 }
 
 }  // namespace

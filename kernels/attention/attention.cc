@@ -6,6 +6,7 @@
 #include "attention/attention_products.h"
 #include "attention/attention_tiles.h"
 #include "attention/attention_votes.h"
+#include "native/past_caches.h"
 #include "paged_cache/key_groups.h"
 
 namespace millrace {
@@ -81,7 +82,8 @@ void merge_row(float maximum, float total, const float* weighted, float& running
   running_maximum = joint;
 }
 
-void finish_row(float maximum, float total, const float* running, const float* sink, float* out, int64_t dim) {
+void finish_row(float maximum, float total, const float* running, const float* sink, float* out, int64_t dim,
+                bool past_caches) {
   float weight = 1.0f;
   if (sink) {
     const float joint = maximum < *sink ? *sink : maximum;
@@ -91,14 +93,26 @@ void finish_row(float maximum, float total, const float* running, const float* s
   const Vec factor = set1(weight / total);
   for (int64_t i = 0; i < dim; i += kLanes) {
     const Mask m = first(dim - i);
-    store(out + i, m, mul(load(running + i, m), factor));
+    const Vec value = mul(load(running + i, m), factor);
+    if (past_caches)
+      store_past_caches(out + i, value);
+    else
+      store(out + i, m, value);
   }
 }
+
+// Rows of many that products take in one go, part by part; 0 where they take all.
+template <typename Products, typename = void>
+constexpr int64_t rows_at_once = 0;
+template <typename Products>
+constexpr int64_t rows_at_once<Products, std::void_t<decltype(Products::kRowsAtOnce)>> = Products::kRowsAtOnce;
 
 template <typename Products>
 class Worker {
   using Cache = typename Products::CacheType;
   // Of each position, where there are any.
+  // Tokens whose queries are called for ahead of the one that is taken.
+  static constexpr int64_t kQueriesAhead = 4;
   static constexpr int64_t kScales = by_channel<Cache> ? 1 : 2;
 
  public:
@@ -112,6 +126,9 @@ class Worker {
         key_dim_(cache_.key_dim),
         value_dim_(cache_.values ? cache_.value_dim : cache_.shared_value_dim),
         wide_((value_dim_ + 15) / 16 * 16),
+        past_caches_(goes_past_caches(args.out, args.out_stride, step_.query_starts[step_.num_sequences],
+                                      plan_.num_heads * value_dim_) &&
+                     value_dim_ == wide_ && !turns_back()),
         products_({key_dim_, value_dim_, wide_}, scratch.products),
         stream_(cache_, bytes_of<Cache>(key_dim_), bytes_of<Cache>(cache_.value_dim), scratch.asked) {}
 
@@ -149,13 +166,20 @@ class Worker {
       located_ = next && next->unit->part != kWholeTile && !next->streamed;
       there().end = 0;
       if (located_) locate(there(), *next->unit, next->head, next->unit->part);
-      compute_part(unit.part);
+      compute_part(unit.part, [](int64_t, int64_t) {});
       settle(unit.part);
       if (located_) turn_ = !turn_;
     }
   }
 
+  void done() const {
+    if (past_caches_) past_caches_done();
+  }
+
  private:
+  // Whether values lie rotated.
+  bool turns_back() const { return cache_.type == kKvInt4 || by_channel<Cache>; }
+
   // Packs the unit's queries, scaled, and notes their positions.
   void take_rows(bool streamed) {
     // Keys of four bits are rotated, so queries must be.
@@ -172,6 +196,7 @@ class Worker {
         const Tile& tile = plan_.tiles[members_[i]];
         for (int64_t token = 0; token < tile.num_tokens; ++token) {
           const float* q = args_.q + (tile.token + token) * args_.q_stride + (head_ + head) * group_ * key_dim_;
+          call_queries(q + kQueriesAhead * args_.q_stride);
           for (int64_t g = 0; g < group_; ++g, ++row, ++own, q += key_dim_) {
             scratch_.positions[own] = tile.position + token;
             scratch_.tokens[own] = tile.token + token;
@@ -182,6 +207,11 @@ class Worker {
         }
       }
     }
+  }
+
+  // Queries of a token's heads, which lie far from those of the token before. A prefetch beyond the last ones does nothing.
+  void call_queries(const float* from) const {
+    for (int64_t i = 0; i < group_ * key_dim_; i += 16) __builtin_prefetch(from + i);
   }
 
   Places& here() { return scratch_.places[turn_]; }
@@ -269,12 +299,61 @@ class Worker {
     return Ahead(later.keys + from, kPanel, key_bytes);
   }
 
-  // Maximum, sum and weighted values of every row over the part that is located here.
-  void compute_part(int64_t part) {
+  // Maximum, sum and weighted values of every row over the part that is located here; calls done(first row, end) for
+  // rows that have them.
+  template <typename Done>
+  void compute_part(int64_t part, const Done& done) {
     const Places& places = here();
     const int64_t origin = part * kPartTokens, begin = places.begin, end = places.end;
-    if (begin >= end) return nothing_seen();
+    if (begin >= end) return nothing_seen(0, rows_);
     const int64_t from = begin / kPanel * kPanel, panels = (end - from + kPanel - 1) / kPanel;
+    if constexpr (rows_at_once<Products> != 0) {
+      take_panels(from, end, panels);
+      for (int64_t row = 0; row < rows_; row += rows_at_once<Products>) {
+        const int64_t last = std::min(rows_, row + rows_at_once<Products>);
+        compute_rows(row, last, origin, from, {begin, end});
+        done(row, last);
+      }
+    } else {
+      compute_all(part, origin, from, panels);
+      done(0, rows_);
+    }
+  }
+
+  // Packs all keys and values of the part.
+  void take_panels(int64_t from, int64_t end, int64_t panels) {
+    const Places& places = here();
+    for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
+      Ahead later = ahead(step, panels);
+      products_.take_keys(at, places.keys + at, (std::min(kPanel, end - at) + kLanes - 1) / kLanes, later);
+    }
+    for (int64_t at = from, step = panels; at < end; at += kPanel, ++step) {
+      Ahead later = ahead(step, panels);
+      products_.take_values(at, places.values + at, std::min(kPanel, end - at), later, at == from);
+    }
+  }
+
+  // Rows [row, last) over the places [from, seen.end) that are packed.
+  void compute_rows(int64_t row, int64_t last, int64_t origin, int64_t from, const Range& seen) {
+    const auto positions = scratch_.positions.begin();
+    const int64_t most = *std::max_element(positions + row, positions + last) + args_.ahead + 1 - origin;
+    if (most <= from) return nothing_seen(row, last);
+    products_.score_rows(row, from, std::min(seen.end, most));
+    for (int64_t each = row; each < last; ++each) weigh_row(each, origin, from, seen);
+    products_.add_rows(row);
+  }
+
+  void weigh_row(int64_t row, int64_t origin, int64_t from, const Range& seen) {
+    const Places& places = here();
+    const int64_t position = scratch_.positions[row], last = position + args_.ahead - origin;
+    const int64_t read = last < from ? from : std::min(seen.end, last / kPanel * kPanel + kPanel);
+    weigh(row, origin, {from, read}, seen, position, places.key_scales, places.value_scales);
+  }
+
+  // All rows, a panel of keys, then of values, after the other.
+  void compute_all(int64_t part, int64_t origin, int64_t from, int64_t panels) {
+    const Places& places = here();
+    const int64_t end = places.end;
     for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
       const int64_t vectors = (std::min(kPanel, end - at) + kLanes - 1) / kLanes;
@@ -284,11 +363,7 @@ class Worker {
       add_bias(row, rows_, at, vectors);
     }
     score_own(origin);
-    for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t position = scratch_.positions[row], last = position + args_.ahead - origin;
-      const int64_t read = last < from ? from : std::min(end, last / kPanel * kPanel + kPanel);
-      weigh(row, origin, {from, read}, {begin, end}, position, places.key_scales, places.value_scales);
-    }
+    for (int64_t row = 0; row < rows_; ++row) weigh_row(row, origin, from, {places.begin, end});
     for (int64_t at = from, step = panels; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
       products_.add_values(rows_before(origin + at), at, places.values + at, std::min(kPanel, end - at), later, at == from);
@@ -340,16 +415,16 @@ class Worker {
     return row;
   }
 
-  void nothing_seen() {
-    std::fill(scratch_.maxima.begin(), scratch_.maxima.end(), -INFINITY);
-    std::fill(scratch_.sums.begin(), scratch_.sums.end(), 0.0f);
+  void nothing_seen(int64_t row, int64_t last) {
+    std::fill(scratch_.maxima.begin() + row, scratch_.maxima.begin() + last, -INFINITY);
+    std::fill(scratch_.sums.begin() + row, scratch_.sums.begin() + last, 0.0f);
   }
 
   // The part of a streamed unit of work, chunk by chunk.
   void stream_part(const Work& work, const Work* next) {
     const int64_t part = work.unit->part, origin = part * kPartTokens;
     const Range range = seen(*work.unit, part);
-    if (range.begin >= range.end) return nothing_seen();
+    if (range.begin >= range.end) return nothing_seen(0, rows_);
     const Span span = span_of(work, range);
     stream_.now(span);
     if (next && next->streamed) {
@@ -485,7 +560,7 @@ class Worker {
     for (int64_t i = begin; i < high; i += kPair) {
       for (int half = 0; half < 2; ++half) {
         const int64_t at = i + half * kLanes;
-        Vec weight = Products::weight_of(sub(load(scores + at), base));
+        Vec weight = Products::weight_of(load(scores + at), base);
         total[half] = add(total[half], weight);
         if (votes) store(votes + at, weight);
         if (cache_.scales) weight = mul(weight, load(value_scales + at));
@@ -522,9 +597,10 @@ class Worker {
     ballot.open(votes, tile, group_, first);
     for (int64_t part = first; part < tile.num_parts; ++part) {
       locate(here(), unit, head_, part);
-      compute_part(part);
+      compute_part(part, [&](int64_t row, int64_t last) {
+        for (; row < last; ++row) take_part(row, row);
+      });
       ballot.end_part(scratch_.maxima.data());
-      for (int64_t row = 0; row < rows_; ++row) take_part(row, row);
     }
     finish(tile, rows_);
     if (ballot.is_open()) count(*votes);
@@ -606,8 +682,8 @@ class Worker {
       const int64_t token = tile.token + row / group_, head = head_ * group_ + row % group_;
       float* out = args_.out + token * args_.out_stride + head * value_dim_;
       finish_row(scratch_.running_maxima[row], scratch_.running_sums[row], running_ + row * wide_,
-                 args_.sinks ? args_.sinks + head : nullptr, out, value_dim_);
-      if (cache_.type == kKvInt4 || by_channel<Cache>) turn_back(out, value_dim_);
+                 args_.sinks ? args_.sinks + head : nullptr, out, value_dim_, past_caches_);
+      if (turns_back()) turn_back(out, value_dim_);
     }
   }
 
@@ -617,6 +693,7 @@ class Worker {
   const KvCache& cache_;
   Scratch& scratch_;
   const int64_t group_, key_dim_, value_dim_, wide_;
+  const bool past_caches_;  // whether results go there
   Products products_;
   Stream stream_;
   // rows_: of all heads; rows_each_: of one.
@@ -649,6 +726,7 @@ void attend(const AttentionArgs& args, int num_threads) {
     worker.run(work, after < count ? &next : nullptr);
     taken = after;
   }
+  worker.done();
 }
 
 // Products over levels of 8 or 4 bits.

@@ -65,7 +65,8 @@ class Planner {
     const bool votes = step_.votes && step_.votes[sequence].sums;
     // Votes are counted where a tile's rows see all of their history.
     const int64_t few = votes ? 0 : std::max<int64_t>(1, kSplitRows / group);
-    const int64_t rows = votes ? std::min(kMaxRows, kKeptWeights / step_.context_lens[sequence]) : kMaxRows;
+    const bool many = (end - begin) * group / kMostRows * plan_.num_kv_heads >= kManyUnits;
+    const int64_t rows = votes ? std::min(kMaxRows, kKeptWeights / step_.context_lens[sequence]) : many ? kMostRows : kMaxRows;
     const int64_t most = end - begin <= few ? few : std::max<int64_t>(1, rows / group);
     for (int64_t token = begin; token < end; token += most) {
       Tile tile = {};

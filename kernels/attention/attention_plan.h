@@ -20,6 +20,8 @@ constexpr int64_t kMaxRows = 256;
 #else
 constexpr int64_t kMaxRows = 128;
 #endif
+// The same where a sequence has so many such units that threads still find enough: keys and values are packed for each.
+constexpr int64_t kMostRows = kMaxRows == 256 ? 512 : kMaxRows, kManyUnits = 32;
 // Tiles of so few rows are split over the history.
 constexpr int64_t kSplitRows = 16;
 // Units of so few rows are multiplied without packing, several heads at once.

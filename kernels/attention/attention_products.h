@@ -111,8 +111,8 @@ class FloatProducts {
   FloatProducts(const ProductSizes& sizes, ProductScratch& scratch)
       : sizes_(sizes), scratch_(scratch), words_((sizes.key_dim + Math::kPerWord - 1) / Math::kPerWord) {}
 
-  // The weight of a score less its row's maximum.
-  static Vec weight_of(Vec x) { return exp_of_negative(x); }
+  // The weight of a score beside one that is no less.
+  static Vec weight_of(Vec score, Vec base) { return exp_of_negative(sub(score, base)); }
 
   // `few`: rows of each head, where these are streamed; else 0.
   void begin(int64_t rows, int64_t) {
@@ -251,7 +251,7 @@ class IntegerProducts {
         query_stride_(2 * whole_lines(sizes.key_dim) / 4),
         width_(whole_lines(sizes.value_dim)) {}
 
-  static Vec weight_of(Vec x) { return exp_of_negative(x); }
+  static Vec weight_of(Vec score, Vec base) { return exp_of_negative(sub(score, base)); }
 
   void begin(int64_t rows, int64_t) {
     rows_ = rows;

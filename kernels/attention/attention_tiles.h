@@ -81,6 +81,8 @@ inline void tiles_of_rows(int64_t row, int64_t rows, const Body& body) {
 class TileProducts {
  public:
   static constexpr int64_t kChunksOfValues = 2;
+  // Of many rows, those that are scored, weighed and summed in one go: their scores stay in the nearest cache.
+  static constexpr int64_t kRowsAtOnce = 2 * kTile;
   using CacheType = Bfloat16Cache;
 
   TileProducts(const ProductSizes& sizes, ProductScratch& scratch)
@@ -89,15 +91,16 @@ class TileProducts {
         steps_((sizes.key_dim + kTileDepth - 1) / kTileDepth),
         wide_((sizes.value_dim + 2 * kTile - 1) / (2 * kTile) * 2 * kTile) {}
 
-  // Like exp_of_negative, within 2^-13 of itself, as it is rounded to bfloat16.
-  static Vec weight_of(Vec x) {
-    const Vec y = mul(x, set1(kLog2OfE));
+  // The weight of a score, within 2^-13 of itself, as it is rounded to bfloat16. Of -inf it is 0: nothing is left of it
+  // when whole powers of two are taken away.
+  static Vec weight_of(Vec score, Vec base) {
+    const Vec y = fma(score, set1(kLog2OfE), mul(base, set1(-kLog2OfE)));
     const Vec r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     Vec p = set1(0.05500893f);
     p = fma(p, r, set1(0.24221096f));
     p = fma(p, r, set1(0.69328293f));
     p = fma(p, r, set1(1.0f));
-    return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, sub(y, r)));
+    return scale_by_power(p, sub(y, r));
   }
 
   // `few`: rows of each head, where these are streamed; else 0.
@@ -106,9 +109,9 @@ class TileProducts {
     few_ = few;
     const int64_t padded = (rows + 2 * kTile - 1) / (2 * kTile) * 2 * kTile, words = steps_ * kTile;
     queries_ = scratch_.queries.get(padded * words);
-    scores_ = scratch_.scores.get(padded * kPartTokens);
+    scores_ = scratch_.scores.get((few ? padded : kRowsAtOnce) * kPartTokens);
     weighted_ = scratch_.weighted.get(padded * wide_);
-    keys_ = scratch_.packed.get(kPanel * words);
+    keys_ = scratch_.packed.get(few ? 0 : kPartTokens * words);
     values_ = scratch_.values.get(few ? kTile * wide_ : kPartTokens / 2 * wide_);
     if (few) {
       // 0, 1: scores of two chunks; 2, 3: keys or values; 4: queries; 5, 6: weighted values; 7: weights.
@@ -121,7 +124,7 @@ class TileProducts {
     }
   }
 
-  float* scores(int64_t row) { return scores_ + row * kPartTokens; }
+  float* scores(int64_t row) { return scores_ + (few_ ? row : row % kRowsAtOnce) * kPartTokens; }
   const float* weighted(int64_t row) const { return weighted_ + row * wide_; }
 
   void take_query(int64_t row, const float* q, float scale) {
@@ -146,18 +149,27 @@ class TileProducts {
 
   // --- many rows ---
 
-  void score(int64_t row, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
+  // Packs up to kPanel keys, from place `at` on.
+  void take_keys(int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const int64_t words = steps_ * kTile, used = (sizes_.key_dim + 1) / 2;
+    float* panel = keys_ + at * words;
     for (int64_t v = 0; v < vectors; ++v)
-      pack_keys<Bfloat16Math, Bfloat16Cache>(keys + v * kLanes, later, sizes_.key_dim, keys_ + v * kLanes, kPanel);
-    std::memset(keys_ + used * kPanel, 0, (words - used) * kPanel * sizeof(float));
-    // What is packed beyond the last place is computed, too, and not looked at.
-    for (int64_t v = 0; v < vectors; v += 2)
-      tiles_of_rows(row, rows_, [&](int64_t tile, auto both) {
+      pack_keys<Bfloat16Math, Bfloat16Cache>(keys + v * kLanes, later, sizes_.key_dim, panel + v * kLanes, kPanel);
+    std::memset(panel + used * kPanel, 0, (words - used) * kPanel * sizeof(float));
+  }
+
+  // Scores of kRowsAtOnce rows against the packed keys of places [begin, end). What is packed beyond the last place, up to
+  // whole tiles, is computed, too, and not looked at.
+  void score_rows(int64_t row, int64_t begin, int64_t end) {
+    const int64_t words = steps_ * kTile;
+    tiles_of_rows(row, std::min(rows_, row + kRowsAtOnce), [&](int64_t tile, auto both) {
+      for (int64_t at = begin; at < end; at += 2 * kTile) {
+        const float* columns = keys_ + at / kPanel * kPanel * words + at % kPanel;
         tile_sums<decltype(both)::value>(reinterpret_cast<const char*>(queries_ + tile * words), 4 * words,
-                                         reinterpret_cast<const char*>(keys_ + v * kLanes), 4 * kPanel, 64,
-                                         kTile * 4 * kPanel, steps_, scores(tile) + at + v * kLanes, kScoreBytes);
-      });
+                                         reinterpret_cast<const char*>(columns), 4 * kPanel, 64, kTile * 4 * kPanel, steps_,
+                                         scores(tile) + at, kScoreBytes);
+      }
+    });
   }
 
   void set_weights(int64_t row, int64_t at, Vec weights) {
@@ -172,8 +184,8 @@ class TileProducts {
     if (!few_) ends_[row] = end;
   }
 
-  // Packs the values of up to kPanel places; `finish` multiplies.
-  void add_values(int64_t, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+  // Packs the values of up to kPanel places.
+  void take_values(int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     if (fresh) begin_ = at;
     for (int64_t place = 0; place < count; place += 2) later.call(2);
     for (int64_t place = 0; place < (count + kTileDepth - 1) / kTileDepth * kTileDepth; place += 2)
@@ -181,23 +193,21 @@ class TileProducts {
                   panel_of(at + place), (at + place) % kTileDepth / 2);
   }
 
-  void finish() {
-    // What rows do not see of the places that others of their tile see.
-    tiles_of_rows(0, rows_, [&](int64_t tile, auto both) {
-      const int64_t count = both ? 2 * kTile : kTile, last = end_of(tile, count);
-      for (int64_t row = tile; row < std::min(rows_, tile + count); ++row)
-        for (int64_t at = std::max(begin_, (ends_[row] + kTileDepth - 1) / kTileDepth * kTileDepth); at < last; at += kTile)
-          set_weights(row, at, zero());
-    });
-    for (int64_t column = 0; column < wide_; column += 2 * kTile)
-      tiles_of_rows(0, rows_, [&](int64_t tile, auto both) {
-        const int64_t last = end_of(tile, both ? 2 * kTile : kTile);
+  // Sums of the packed values of kRowsAtOnce rows.
+  void add_rows(int64_t row) {
+    const int64_t end = std::min(rows_, row + kRowsAtOnce), last = end_of(row, kRowsAtOnce);
+    // What rows do not see of the places that others of them see.
+    for (int64_t each = row; each < end; ++each)
+      for (int64_t at = std::max(begin_, (ends_[each] + kTileDepth - 1) / kTileDepth * kTileDepth); at < last; at += kTile)
+        set_weights(each, at, zero());
+    tiles_of_rows(row, end, [&](int64_t tile, auto both) {
+      for (int64_t column = 0; column < wide_; column += 2 * kTile)
         tile_sums<decltype(both)::value>(
             reinterpret_cast<const char*>(scores(tile)) + 2 * begin_, kScoreBytes, panel_of(begin_) + column * 64, 64,
             kTileBytes, wide_ * 64, std::max<int64_t>(0, last - begin_ + kTileDepth - 1) / kTileDepth,
             weighted_ + tile * wide_ + column, 4 * wide_);
-      });
-    columns_in_order(weighted_, rows_ * wide_);
+    });
+    columns_in_order(weighted_ + row * wide_, (end - row) * wide_);
   }
 
   // --- few rows, as they lie in the cache ---

@@ -73,7 +73,7 @@ extern "C" void expert_gemm(const ExpertGemmArgs& args, int, int) {
       const int64_t panels = (padded_outputs(weight) + kPanel - 1) / kPanel;
       const Rows rows = rows_of(weight, copy_of(args, most_bytes, expert));
       const int64_t row = args.among_all ? first : first - args.starts[0];
-      const Results results{args.out + row * args.out_stride, args.out_stride, false};
+      const Results results{args.out + row * args.out_stride, args.out_stride, false, false};
       for (; piece < before + cut.pieces; piece = op_take()) {
         const int64_t part = piece - before;
         const int64_t from = part / cut.row_pieces * cut.group, begin = part % cut.row_pieces * cut.rows;

@@ -9,8 +9,9 @@ namespace {
 
 // A thread takes panels by pieces of about so many bytes.
 constexpr int64_t kPieceBytes = 256 << 10;
-// Bytes of the second cache that the rows of a piece may use.
-constexpr int64_t kNearBytes = int64_t{1536} << 10;
+// Bytes that the rows of a piece may take: of the second cache, but that with tiles weights which come again from memory
+// cost more than rows from the third.
+constexpr int64_t kNearBytes = int64_t{kTileRows == 32 ? 3328 : 1536} << 10;
 // Rows of so many elements together are converted by every thread for itself, which saves a barrier.
 constexpr int64_t kPrivateElements = 16 << 10;
 
@@ -76,7 +77,8 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   int64_t piece = op_take();
   if (piece >= pieces) return;
   const Rows rows = prepare_rows(args, num_rows, thread);
-  const Results results{args.out, args.out_stride, args.accumulate != 0};
+  const bool past_caches = !args.accumulate && goes_past_caches(args.out, args.out_stride, num_rows, weight.outputs);
+  const Results results{args.out, args.out_stride, args.accumulate != 0, past_caches};
   [[maybe_unused]] const TileShapes shapes;
   while (piece < pieces) {
     // The next piece is taken ahead, so that it can be fetched while this one is computed.
@@ -89,6 +91,7 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
     }
     piece = after;
   }
+  if (past_caches) past_caches_done();
 }
 
 MILLRACE_OP(gemm, GemmArgs)

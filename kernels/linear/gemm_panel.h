@@ -14,6 +14,7 @@
 #include "linear/gemm_rows.h"
 #include "linear/gemm_tiles.h"
 #include "linear/gemm_wide.h"
+#include "native/past_caches.h"
 
 namespace millrace {
 
@@ -70,6 +71,7 @@ struct Results {
   float* out;
   int64_t stride;  // in floats
   bool accumulate;
+  bool past_caches;  // where they are nothing but sums
 };
 
 // One row's totals to `count` places of the result: scale, bias, sum.
@@ -389,10 +391,13 @@ struct TilePart {
   int64_t row, panel;
 };
 
+// Rows, and inputs of a panel, whose products are added up in one go: rows, weights and totals of so many fill the
+// nearest cache, and each is read from it twice.
+constexpr int64_t kTileBlock = 64, kTileBlockInputs = 128;
 // Rows of bfloat16 against a panel, by whole tiles of 32 rows; of pairs of bfloat16 the products of both first halves,
-// and of either with the other's second half. Where a product is nothing but sums, tiles write them where
-// they belong: a copy takes as long as the memory takes for the results once more. What comes next is asked for at an
-// even pace over all rows.
+// and of either with the other's second half. What comes next is asked for at an even pace over all of it. Where a
+// product is nothing but sums, they go past the caches, or tiles write them where they belong: a copy takes as long as
+// the memory takes for the results once more.
 inline void tile_panel(const PackedWeight& weight, const Results& results, const Rows& rows, int64_t column, int64_t begin,
                        int64_t end, const char* following) {
   const int64_t width = std::min(kPanel, padded_outputs(weight) - column), count = std::min(width, weight.outputs - column);
@@ -400,28 +405,36 @@ inline void tile_panel(const PackedWeight& weight, const Results& results, const
   const auto* panel = static_cast<const uint16_t*>(weight.data) + column * weight.padded_inputs * (pairs ? 2 : 1);
   const TilePart parts[] = {{0, 0}, {0, weight.padded_inputs * width}, {weight.padded_inputs, 0}};
   const int64_t num_parts = pairs ? 3 : 1;
-  const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
-  const int64_t height = 2 * kTile, blocks = (end - begin + height - 1) / height;
   const float* bias = weight.bias ? weight.bias + column : nullptr;
-  for (int64_t first = begin, block = 0; first < end; first += height, ++block) {
+  const bool sums_alone = count == width && !bias && !results.accumulate, past = results.past_caches && sums_alone;
+  const int64_t height = past ? kTileBlock : 2 * kTile, block_inputs = past ? kTileBlockInputs : kInputBlock;
+  const int64_t num_blocks = (end - begin + height - 1) / height;
+  const int64_t steps = (weight.padded_inputs + block_inputs - 1) / block_inputs * num_parts * num_blocks;
+  const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
+  for (int64_t first = begin, step = 0; first < end; first += height) {
     const int64_t num_rows = std::min(height, end - first);
     float* out = results.out + first * results.stride + column;
-    const bool direct = num_rows == height && count == width && !bias && !results.accumulate;
+    const bool direct = sums_alone && !past && num_rows == height;
     float* totals = direct ? out : scratch.totals;
     const int64_t stride = direct ? results.stride : kPanel;
     const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
-    const Fetch fetch{following + panel_bytes * block / blocks, panel_bytes / blocks, false, direct ? nullptr : out,
-                      results.stride, count};
-    for (int64_t input = 0; input < weight.padded_inputs; input += kInputBlock) {
-      const int64_t inputs = std::min(kInputBlock, weight.padded_inputs - input);
-      for (int64_t part = 0; part < num_parts; ++part)
+    for (int64_t input = 0; input < weight.padded_inputs; input += block_inputs) {
+      const int64_t inputs = std::min(block_inputs, weight.padded_inputs - input);
+      for (int64_t part = 0; part < num_parts; ++part, ++step) {
+        const Fetch fetch{following + panel_bytes * step / steps, panel_bytes / steps, false,
+                          direct || past ? nullptr : out, results.stride, count};
         multiply_by_tiles<HalfKind>(from + parts[part].row + input, rows.stride, num_rows,
                                     panel + parts[part].panel + input * width, width, inputs / HalfKind::kGroup, totals,
                                     stride, input == 0 && part == 0, fetch);
+      }
     }
     if (direct) continue;
-    for (int64_t row = 0; row < num_rows; ++row)
-      finish_row(totals + row * kPanel, 1.0f, nullptr, bias, out + row * results.stride, count, results.accumulate);
+    for (int64_t row = 0; row < num_rows; ++row, totals += kPanel, out += results.stride) {
+      if (past)
+        for (int64_t i = 0; i < count; i += kLanes) store_past_caches(out + i, load(totals + i));
+      else
+        finish_row(totals, 1.0f, nullptr, bias, out, count, results.accumulate);
+    }
   }
 }
 #endif

@@ -131,6 +131,19 @@ def test_rows_are_the_same_bits_alone_among_others_and_on_any_threads(
                 assert torch.equal(part, whole[-rows:]), (name, rows, threads)
 
 
+@pytest.mark.parametrize("inputs", [160, 1024])
+def test_results_that_no_cache_holds_are_those_of_fewer_rows(native: NativeLibrary, inputs: int) -> None:
+    """Of so many results some levels write past the caches, and multiply in other blocks."""
+    rows, outputs = 648, 1712
+    packed = NativePacker(native).pack(weight_of("bfloat16", outputs, inputs))
+    x = torch.randn(rows, inputs)
+    together = run(native, packed, x, torch.full((rows, outputs), float("nan")), threads=2)
+    for begin in range(0, rows, 81):
+        some = x[begin : begin + 81]
+        alone = run(native, packed, some, torch.empty(len(some), outputs), threads=1)
+        assert torch.equal(together[begin : begin + 81], alone)
+
+
 @pytest.mark.parametrize("shape", [(7, 5), (64, 4200), (65, 33), (257, 515), (130, 768)])
 def test_float32_as_pairs_of_bfloat16(native: NativeLibrary, shape: tuple[int, int]) -> None:
     """Where the level has them; else the same bits as without."""
