@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from observability.emit import hand_overs, names, retention
+from observability.emit import experts, hand_overs, names, retention
 from observability.emit.names import METRICS, Metric
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import CONFIG, LIMITED_KEY, Stack, eventually, running_stack
@@ -180,6 +180,7 @@ _OF_OTHERS: frozenset[Metric] = frozenset(
         names.ROLLOUT_SILENCE,
         names.SPECULATION_SECONDS,
         *hand_overs.ALL,
+        *experts.ALL,
         retention.KV_LOST,
     }
 )
