@@ -159,8 +159,8 @@ def _written(stack: Stack) -> set[str]:
 
 
 # Of the local span store, which a stack starts without an endpoint of its own, of a limit store that
-# gateways share, of devices whose peak is known, of aliases, of drafts, which these stacks do not ask for,
-# and of models beside the one that they have: their unit tests read them.
+# gateways share, of devices whose peak is known, of aliases, of drafts and of experts on several ranks, which
+# these stacks do not ask for, and of models beside the one that they have: their unit tests read them.
 _OF_OTHERS: frozenset[Metric] = frozenset(
     {
         names.SPANS_STORED,

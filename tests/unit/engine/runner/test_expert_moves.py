@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.model.families import read_spec
+from engine.model.rank_checks import check_ranks
 from engine.runner.base import RunnerBroken
 from engine.runner.build import build_here
 from engine.runner.ranks import balance, group
@@ -26,8 +29,11 @@ from engine.types import Request, SamplingParams
 from engine.types.experts import ExpertSpread
 from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
+from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
+from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.quantization.test_gguf import SIZES, write_experts
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 from tests.unit.engine.runner.ranked import is_rank, shared
 
@@ -135,6 +141,53 @@ def test_loads_become_even_and_no_bit_changes(
         assert found.spread.num_moves == settled
 
 
+@pytest.mark.parametrize(
+    ("case", "expert", "options"),
+    [
+        # Biases; experts beside one that all pass, behind a dense layer, in groups; three of several each.
+        ("gpt-oss", 2, {}),
+        ("deepseek-v3", 2, {}),
+        ("qwen3-moe", 3, {}),
+        # Scales and minimums; gates in another form than what they gate.
+        ("mixtral", 2, {"quantize": "int4"}),
+        ("gguf", 2, {}),
+    ],
+)
+def test_whatever_experts_consist_of_moves(
+    case: str,
+    expert: int,
+    options: dict[str, Any],
+    piece_bytes: Callable[[int], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "model.gguf" if case == "gguf" else tmp_path
+    if case == "gguf":
+        counts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+        oracle = make_checkpoint(tmp_path / "original", "mixtral", **SIZES | counts)
+        kinds, metadata = (
+            {"ffn_gate_inp": Kind.F32, "": Kind.F16},
+            {"expert_count": 4, "expert_used_count": 2},
+        )
+        types = {"gate": Kind.Q8_0, "up": Kind.Q4_0, "down": Kind.Q8_0}
+        write_experts(path, oracle, "llama", kinds, metadata, types)
+    else:
+        model_type, changes = CASES[case]
+        make_checkpoint(tmp_path, model_type, **changes)
+    piece_bytes(1 << 14)
+    # What came last decides, and the least of it: something moves all the time.
+    restless = BalanceRule(look_steps=2, least_rows=4, half_life_rows=8, threshold=1.01, margin=0.01)
+    monkeypatch.setattr(balance, "RULE", restless)
+    lengths = (20, 61, 5, 33)
+    with closing(open_runner(path, native="required", **options)) as alone:
+        expected = answers(Driver(alone), *lengths)
+    with closing(shared(path, 1, expert, **options)) as runner:
+        driver = Driver(runner)
+        for _ in range(4):
+            assert answers(driver, *lengths) == expected
+        assert balance_of(runner).spread.num_moves > 10
+
+
 def test_even_loads_stay_where_they_are(piece_bytes: Callable[[int], None], tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mixtral", num_local_experts=2, num_experts_per_tok=2)
     piece_bytes(1 << 20)
@@ -149,6 +202,17 @@ def test_one_process_and_parts_of_layers_say_nothing_of_experts(tmp_path: Path) 
         with closing(runner):
             answers(Driver(runner), 20, num_tokens=2)
             assert runner.expert_spread() is None
+
+
+def test_other_back_ends_are_refused_by_name(tmp_path: Path) -> None:
+    skewed(tmp_path)
+    parallel = ParallelConfig(expert=2)
+    refused = r"engine\.parallel\.expert = 2: ranks compute by the native kernels"
+    with pytest.raises(ConfigError, match=refused):
+        open_runner(tmp_path, native="off", num_threads=2, parallel=parallel)
+    refused = r"engine\.parallel\.expert = 2: ranks of this make compute on CPUs, and engine\.device is cuda"
+    with pytest.raises(ConfigError, match=refused):
+        check_ranks(read_spec(tmp_path), EngineConfig(parallel=parallel), tmp_path, "cuda", {})
 
 
 def served(runner: ModelRunner) -> tuple[dict[int, list[int]], Scheduler]:
