@@ -55,7 +55,8 @@ def _builder(config: EngineConfig) -> tuple[Builder, Callable[[], object]]:
     from engine.runner.build import build
 
     kept = KeptWeights(config.packed_weights)
-    return functools.partial(build, load=kept.load, on_lost=_end), kept.write_later
+    made = functools.partial(build, load=kept.load, on_lost=_end, is_settled=lambda: kept.is_settled)
+    return made, kept.write_later
 
 
 def _end(cause: str) -> None:

@@ -288,11 +288,12 @@ class EngineLoop:
         self.stopped = True
 
     def publish(self) -> None:
-        """Reports events and load, and now and then memory."""
-        now, memory = self._clock(), None
+        """Reports events and load, and now and then memory and how experts are used."""
+        now, memory, experts = self._clock(), None, None
         if self._memory_use is not None and now >= self._memory_due_s:
             self._memory_due_s = now + _MEMORY_REPORT_S
             memory = self._memory_use(self._scheduler.num_touched_blocks)
+            experts = self._runner.expert_spread()
         self._mailbox.send(
             messages.StepDone(
                 self._last_step_id,
@@ -302,6 +303,7 @@ class EngineLoop:
                 tuple(self._totals),
                 memory,
                 self._num_failed_steps,
+                experts,
             )
         )
         self._totals.clear()

@@ -24,6 +24,7 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
+from engine.types.experts import ExpertSpread
 from runtime.config import ModelConfig
 
 _CHUNK_BYTES = 1 << 20
@@ -152,6 +153,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     memory: MemoryUse | None = None
     # Steps that failed as a whole since the last report.
     num_failed_steps: int = 0
+    # Where ranks have some experts each; sent with memory's use.
+    experts: ExpertSpread | None = None
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.model.checkpoint import LoadRequest
+from engine.model.expert_places import ExpertExchange
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import Progress, load_here
 from engine.model.native_decoder import NativeDecoder, why_not_lowered
@@ -108,7 +109,7 @@ def load_model(
     """
     config = request.config
     if library is not None:
-        return NativeDecoder(
+        decoder = NativeDecoder(
             load(request, library, progress),
             library,
             num_threads=config.num_threads,
@@ -116,6 +117,9 @@ def load_model(
             max_rows=num_logit_rows(config) if ranks is None else ranks.shape.max_rows,
             ranks=ranks,
         )
+        if ranks is not None and ranks.shape.num_sparse_layers:
+            decoder.expert_exchange = ExpertExchange(decoder.model.layers, ranks, library)
+        return decoder
     import torch
 
     from engine.model.reading import load_decoder

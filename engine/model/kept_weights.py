@@ -81,6 +81,8 @@ class KeptWeights:
                 _log.warning("no packed weights are kept, as engine.packed_weights.path is empty: %s", error)
         # What was packed and is not kept yet.
         self._unkept: list[tuple[_Identity, Received]] = []
+        self._is_asked = False
+        self._writing: threading.Thread | None = None
 
     def load(self, request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
         """A model for the native kernels: as it is kept, or else by a process that packs it, and then it is
@@ -98,12 +100,19 @@ class KeptWeights:
 
     def write_later(self) -> threading.Thread | None:
         """Begins to write what was packed, in a thread that ends with the process; returns it."""
+        self._is_asked = True
         if not self._unkept:
             return None
         unkept, self._unkept = self._unkept, []
         thread = threading.Thread(target=self._write_all, args=(unkept,), name="keep-weights", daemon=True)
         thread.start()
+        self._writing = thread
         return thread
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `write_later` was called, and nothing is written any more: weights may change."""
+        return self._is_asked and (self._writing is None or not self._writing.is_alive())
 
     def _find(
         self, identity: _Identity, request: LoadRequest, library: NativeLibrary, progress: Progress

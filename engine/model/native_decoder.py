@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.expert_places import ExpertExchange
 from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
 from engine.model.records import Attention, Floats, Linear, ModelRecord
@@ -61,6 +62,8 @@ class NativeDecoder:
     row_multiple = 1
     # Whether steps may copy slots of the cache, set before the first one.
     copies_slots = False
+    # What has experts change ranks, set before the first step where they may.
+    expert_exchange: ExpertExchange | None = None
     # A body, and the same in pieces.
     _pieces: tuple[Program, list[Program]] | None = None
 

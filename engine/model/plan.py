@@ -52,6 +52,7 @@ from engine.model.lookahead import LOOKAHEAD, check_lookahead
 from engine.model.medusa import check_medusa, medusa_bytes, read_medusa_spec
 from engine.model.mtp import MTP, check_predictor, read_predictor_spec, read_trained_predictor
 from engine.model.rank_checks import check_ranks
+from engine.model.rank_memory import moving_bytes, shared_bytes
 from engine.model.shards import WHOLE, Shard
 from engine.model.spec import ModelSpec, TensorHeader
 from engine.model.state_memory import StateRoom, check_draft_states, draft_states_bytes, of_stages, state_room
@@ -258,7 +259,7 @@ def workspace_bytes(given: PlanInput) -> int:
     rows = max(16, num_logit_rows(given.config))
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
-    beside = _shared_bytes(given) + _scratch_bytes(given)
+    beside = _shared_bytes(given, num_logit_rows(given.config)) + _scratch_bytes(given)
     beside += recent_bytes(spec, given.kv_dtypes, scheduler.max_num_seqs)
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + beside
 
@@ -272,22 +273,14 @@ def _scratch_bytes(given: PlanInput) -> int:
     return branches.num_scratch_blocks * per_block
 
 
-def _shared_bytes(given: PlanInput) -> int:
-    """A rank's part of the memory that ranks share: parts of sums, what experts gave, and its logits."""
+def _shared_bytes(given: PlanInput, rows: int) -> int:
+    """What a rank has only because there are others."""
     if given.num_ranks == 1:
         return 0
-    spec, rows = given.spec, num_logit_rows(given.config)
-    tokens, experts, degrees = (
-        given.config.scheduler.max_num_batched_tokens,
-        spec.experts,
-        given.shard.degrees,
-    )
-    # And what a stage sends.
-    sums = (3 if degrees.pipeline > 1 else 2) * tokens * spec.hidden_size
-    if experts is not None:
-        width = experts.latent_size or spec.hidden_size
-        sums += 2 * tokens * experts.num_active * width // degrees.expert
-    return 4 * (sums + rows * spec.vocab_size // given.num_ranks)
+    spec, degrees = given.spec, given.shard.degrees
+    bytes_each = weights_bytes(given.weights, given.dtype) / max(1, given.num_weights)
+    shared = shared_bytes(spec, degrees, given.config.scheduler.max_num_batched_tokens, rows)
+    return shared + moving_bytes(spec, degrees, bytes_each)
 
 
 def _tied_head_bytes(given: PlanInput, *, float12: bool) -> int:

@@ -565,7 +565,9 @@ class ProgramBuilder:
         ops = partial(
             sparse_ops,
             *(self.library, layer, self.expert_buffers, self.step + NUM_TOKENS),
-            apart=None if self.meetings is None else self.meetings.experts(self.step, experts.num_experts),
+            apart=None
+            if self.meetings is None
+            else self.meetings.experts(self.step, experts.num_experts, feed_forward.places),
         )
         latent_in, latent_out = feed_forward.latent_in, feed_forward.latent_out
         if latent_in is None or latent_out is None:

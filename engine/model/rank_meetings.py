@@ -6,6 +6,7 @@ Shape letters: T tokens.
 
 from __future__ import annotations
 
+from engine.model.expert_places import ExpertPlaces
 from engine.model.records import Floats
 from kernels.experts.native import ExpertsApart
 from kernels.native.library import Op
@@ -33,8 +34,10 @@ class Meetings:
         self._count += 1
         return self._ranks.sum_op(step, self._count - 1, out, accumulate=join, among=among)
 
-    def experts(self, step: int, num_experts: int) -> ExpertsApart:
-        """How ranks have experts of the next layer: each puts what its own gave where all find it."""
+    def experts(self, step: int, num_experts: int, places: ExpertPlaces | None) -> ExpertsApart:
+        """How ranks have experts of the next layer: each puts what its own gave where all find it. `places`:
+        where they may change ranks.
+        """
         ranks, turn = self._ranks, self._count
         self._count += 1
         degrees, parts = ranks.shape.degrees, ranks.parts_of_experts(turn)
@@ -43,4 +46,7 @@ class Meetings:
             rows=parts[degrees.expert_part_of(ranks.rank)],
             parts=parts,
             meet=ranks.meet_op(step),
+            positions=None if places is None else places.positions,
+            counts=None if places is None else places.counts,
+            placed=None if places is None else places.weights,
         )

@@ -313,6 +313,8 @@ class SparseFeedForward:
     # To what experts take, and from what they give, where that is not the stream.
     latent_in: Linear | None = None
     latent_out: Linear | None = None
+    # Who stands where, among ranks that exchange experts (ExpertPlaces).
+    places: Any = None
 
     # Its input goes to the router, too.
     entry = None

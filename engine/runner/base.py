@@ -20,6 +20,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import GrammarSpec, MemoryPlan, ModelFacts, SchedulerOutput, StepResult
+from engine.types.experts import ExpertSpread
 from runtime.config import ModelConfig
 
 # Told (name of the stage, fraction done in [0, 1]) while a model is loaded.
@@ -90,6 +91,9 @@ class Runner(Protocol):
 
     def num_prefaulted_blocks(self) -> int:
         """Blocks of the cache, from the first on, that hold memory though nobody may have used them yet."""
+
+    def expert_spread(self) -> ExpertSpread | None:
+        """How rows are spread over ranks that have some experts each; None where there are none."""
 
     def block_bytes(self) -> Callable[[], BlockBytes] | None:
         """What makes ways to the bytes of single blocks; None where blocks hold nothing."""

@@ -75,11 +75,11 @@ def build(
     progress: Progress,
     load: Load = load_in_subprocess,
     on_lost: Callable[[str], None] = _log.error,
+    is_settled: Callable[[], bool] = lambda: True,
 ) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
     """The runner of the core process (see Builder). `load` is how weights come here that are packed for the
     native kernels: what loading takes is left in a process that ends with it. `on_lost` hears, in a thread,
-    of a rank that is gone: no step succeeds after that.
-
+    of a rank that is gone: no step succeeds after that. `is_settled`: whether steps alone read the weights.
     Raises ConfigError (CheckpointError) with one clear line.
     """
     if not config.num_threads:
@@ -143,6 +143,7 @@ def build(
     else:
         runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
     runner.adapters, runner.table.scorer = adapters, scorer
+    runner.expert_balance = None if group is None else group.balance(decoder, is_settled)
     if reading is not None:
         # First steps are measured, and nothing else is to be computed meanwhile.
         reading.join()

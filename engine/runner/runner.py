@@ -24,11 +24,13 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled, conclude
 from engine.runner.pooling import Pooler
 from engine.runner.prefix_disk.blocks import BlockBytes
+from engine.runner.ranks.balance import ExpertBalance
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine, GrammarMasks
 from engine.types import GrammarSpec, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
+from engine.types.experts import ExpertSpread
 
 
 class LaunchedStep:
@@ -93,6 +95,8 @@ class ModelRunner:
         self._speculates = proposer.config.method != "off"
         # Where the model has slots, who builds the runner says so.
         self.adapters = AdapterStore.of_none()
+        # What has experts change ranks, where they lie on several, likewise.
+        self.expert_balance: ExpertBalance | None = None
         self._thread = thread
         self._finished_s = 0.0
         # A step that is still on the device.
@@ -118,6 +122,10 @@ class ModelRunner:
     def num_prefaulted_blocks(self) -> int:
         """See Runner."""
         return self.storage.num_prefaulted_blocks
+
+    def expert_spread(self) -> ExpertSpread | None:
+        """See Runner."""
+        return None if self.expert_balance is None else self.expert_balance.spread
 
     def block_bytes(self) -> Callable[[], BlockBytes]:
         """See Runner."""
@@ -150,6 +158,8 @@ class ModelRunner:
             # A child starts with its parent's tokens.
             self._settle()
         self._apply(plan)
+        if self.expert_balance is not None:
+            self.expert_balance.before_step()
         inputs = executor.following(plan.scheduled)
         if inputs is not None:
             self._conclude(step, executor.execute(inputs))

@@ -138,6 +138,9 @@ class SimulatedRunner:
         """No memory is held."""
         return 0
 
+    def expert_spread(self) -> None:
+        """No experts lie anywhere."""
+
     def block_bytes(self) -> None:
         """No block holds anything."""
 

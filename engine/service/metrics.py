@@ -26,8 +26,9 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
+from engine.types.experts import ExpertSpread
 from engine.types.hand_over import HandOverCounters
-from observability.emit import drafts, hand_overs, names, retention
+from observability.emit import drafts, experts, hand_overs, names, retention
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import Metric, SpanName
 from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
@@ -231,6 +232,8 @@ class EngineMetrics:
         self.metrics = metrics
         self._counted = SchedulerCounters()
         self._adapter_labels: dict[str, str] = {}
+        # Experts that have changed ranks.
+        self._num_moves = 0
         # The method of speculation.
         self._drafter = "off"
         # Counters exist from the start: Prometheus does not see the first event of one that begins with it.
@@ -292,6 +295,8 @@ class EngineMetrics:
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))
         if step.memory is not None:
             self._record_memory(step.memory)
+        if step.experts is not None:
+            self._record_experts(step.experts)
         if step.num_failed_steps:
             self.metrics.add(names.FAILED_STEPS, step.num_failed_steps)
         for totals in step.totals:
@@ -311,6 +316,11 @@ class EngineMetrics:
     def _record_memory(self, memory: MemoryUse) -> None:
         for part in ("weights", "kv_cache", "workspace"):
             self.metrics.set(names.MEMORY_USED, getattr(memory, f"{part}_bytes"), part=part)
+
+    def _record_experts(self, spread: ExpertSpread) -> None:
+        self.metrics.set(experts.IMBALANCE, spread.imbalance)
+        self.metrics.add(experts.MOVES, spread.num_moves - self._num_moves)
+        self._num_moves = spread.num_moves
 
     def _record_load(self, load: SchedulerLoad) -> None:
         metrics = self.metrics

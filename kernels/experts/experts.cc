@@ -138,18 +138,20 @@ extern "C" void expert_plan(const ExpertPlanArgs& args, int, int) {
   if (op_take() != 0) return;
   const int64_t count = *args.num_rows * args.num_active;
   std::fill(args.starts, args.starts + args.num_experts + 1, 0);
-  for (int64_t i = 0; i < count; ++i) ++args.starts[args.ids[i] + 1];
-  for (int64_t expert = 0; expert < args.num_experts; ++expert) args.starts[expert + 1] += args.starts[expert];
+  const auto position = [&](int64_t expert) { return args.positions ? args.positions[expert] : expert; };
+  for (int64_t i = 0; i < count; ++i) ++args.starts[position(args.ids[i]) + 1];
+  for (int64_t i = 0; args.counts && i < count; ++i) ++args.counts[args.ids[i]];
+  for (int64_t each = 0; each < args.num_experts; ++each) args.starts[each + 1] += args.starts[each];
   const int64_t held = args.num_held ? args.num_held : args.num_experts;
   const int64_t begin = args.starts[args.first_held], end = args.starts[args.first_held + held];
   *args.num_places = end - begin;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = args.starts[args.ids[i]]++;
+    const int64_t place = args.starts[position(args.ids[i])]++;
     if (place >= begin && place < end) args.places[place - begin] = i;
     args.ranks[i] = place;
   }
-  // Each start has moved to its expert's end.
-  for (int64_t expert = args.num_experts; expert > 0; --expert) args.starts[expert] = args.starts[expert - 1];
+  // Each start has moved to the end of its own places.
+  for (int64_t each = args.num_experts; each > 0; --each) args.starts[each] = args.starts[each - 1];
   args.starts[0] = 0;
 }
 

@@ -7,7 +7,8 @@
 // A token's result is the sum over its own choices in its own order, so it does not depend on the other tokens.
 //
 // Who holds some of the experts, others being elsewhere, has places of its own alone, until the last product puts what they
-// gave where the places of all experts have it: rows of every holder lie there, and are added up as if one had them all.
+// gave where the places of all experts have it: rows of every holder lie there, and are added up as if one had them all. Whom
+// an expert is held by changes where its rows lie, and no sum.
 //
 // Shape letters: T tokens, X experts, A active experts, P = T A places, K inputs, N outputs.
 #pragma once
@@ -38,18 +39,20 @@ struct RouteArgs {
   const float* expert_scales;  // [X], what the shares of the chosen are multiplied by in the end, or null
 };
 
-// Sorts choices by expert; those of one expert stay in the order of tokens. Places are the held experts'.
+// Sorts choices by their experts' positions; those of one expert stay in the order of tokens. Places are the held experts'.
 struct ExpertPlanArgs {
   const int64_t* num_rows;  // T
   const int64_t* ids;       // [T, A]
   int64_t* num_places;      // P
-  int64_t* starts;          // [X + 1] first place of each expert, and the end, among those of all experts
+  int64_t* starts;          // [X + 1] first place of each position, and the end, among those of all experts
   int64_t* places;          // [P] index into the choices [T, A]
   int64_t* ranks;           // [T, A] its inverse, among the places of all experts
   int64_t num_experts;
   int64_t num_active;
-  int64_t first_held;  // the first expert that is held here,
+  int64_t first_held;  // the first position whose expert is held here,
   int64_t num_held;    // and how many are; 0: all
+  const int64_t* positions;  // [X] where each expert stands among all; null: by their numbers
+  int64_t* counts;           // [X] rows that each expert got so far, which are added to; or null
 };
 
 // out[p] = x[row of p] times the weight of p's expert, for every place p.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -48,17 +49,37 @@ class SparseLayer:
     plain: bool = False
 
 
+class WeightsByPlace:
+    """The weights of a layer's held experts, place by place, as all ops over them find them: what is put into
+    a place is what they compute with from the next step on.
+    """
+
+    def __init__(self, gate_up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight]) -> None:
+        """As in SparseLayer."""
+        # By part of what goes into the activation, and then what comes out of it.
+        self.by_part = [
+            (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
+            for weights in (*zip(*gate_up, strict=True), down)
+        ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsApart:
     """What a layer's ops do where others hold the rest of the experts, or of what these are made of."""
 
-    # The first expert that is held here.
+    # The first position whose expert is held here.
     first: int
     # Where rows [P, E] of the held ones go, among the places of all experts, and those of all parts of them.
     rows: Values
     parts: Values  # [parts, P, E]
     # Waits until all have put theirs there.
     meet: Op
+    # Where each expert stands among all [X] int64, and the rows that it got so far; None: by their numbers,
+    # and nobody counts.
+    positions: Values | None = None
+    counts: Values | None = None
+    # Where experts may change places; None: weights stay those of the layer.
+    placed: WeightsByPlace | None = None
 
 
 class ExpertBuffers:
@@ -130,6 +151,8 @@ def sparse_ops(
         routing.num_active,
         first_held=first,
         num_held=held,
+        positions=None if apart is None or apart.positions is None else address_of(apart.positions),
+        counts=None if apart is None or apart.counts is None else address_of(apart.counts),
     )
     shares = address_of(buffers.shares)
     activation = ActivationArgs(
@@ -158,13 +181,14 @@ def sparse_ops(
         num_parts=1 if apart is None else len(apart.parts),
         part_stride=changes.size,
     )
-    product = partial(_expert_products, library, buffers, routing, first)
+    placed = apart.placed if apart is not None and apart.placed else WeightsByPlace(layer.gate_up, layer.down)
+    product = partial(_expert_products, library, buffers, routing, first, layer)
     return [
         *_route_ops(library, layer, buffers, num_rows, x if asked is None else asked),
-        Op(library, "expert_plan", plan, buffers),
-        *_gate_up_ops(product, layer, buffers, x),
+        Op(library, "expert_plan", plan, buffers, apart),
+        *_gate_up_ops(product, layer, placed, buffers, x),
         Op(library, "activation", activation, buffers),
-        *product(layer.down, gate_up, rows, among_all=True),
+        *product(placed.by_part[-1], gate_up, rows, among_all=True),
         *([] if apart is None else [apart.meet]),
         Op(library, "expert_sum", total, buffers, out, apart),
     ]
@@ -207,14 +231,17 @@ def _route_ops(
 
 
 def _gate_up_ops(
-    product: Callable[..., list[Op]], layer: SparseLayer, buffers: ExpertBuffers, x: Values
+    product: Callable[..., list[Op]],
+    layer: SparseLayer,
+    placed: WeightsByPlace,
+    buffers: ExpertBuffers,
+    x: Values,
 ) -> list[Op]:
     """What goes into the activation, part by part."""
     ops, begin = [], 0
-    for weights in zip(*layer.gate_up, strict=True):
-        out = buffers.gate_up[:, begin:]
-        ops += product(weights, x, out, buffers.places)
-        begin += weights[0].outputs
+    for part, structs in zip(layer.gate_up[0], placed.by_part[:-1], strict=True):
+        ops += product(structs, x, buffers.gate_up[:, begin:], buffers.places)
+        begin += part.outputs
     return ops
 
 
@@ -223,14 +250,14 @@ def _expert_products(
     buffers: ExpertBuffers,
     routing: Routing,
     first: int,
-    weights: Sequence[PackedWeight],
+    layer: SparseLayer,
+    structs: ctypes.Array[Any],
     x: Values,
     out: Values,
     places: Values | None = None,
     *,
     among_all: bool = False,
 ) -> list[Op]:
-    structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
     args = structure("ExpertGemmArgs")(
         address_of(buffers.starts[first:]),
         None if places is None else address_of(places),
@@ -238,11 +265,11 @@ def _expert_products(
         address_of(out),
         address_of(buffers.workspace),
         ctypes.addressof(structs),
-        len(weights),
+        len(structs),
         routing.num_active,
         row_stride(x),
         row_stride(out),
         int(among_all),
     )
-    keep = (structs, list(weights), buffers, x, out)
+    keep = (structs, layer, buffers, x, out)
     return [Op(library, "expert_rows", args, *keep), Op(library, "expert_gemm", args, *keep)]

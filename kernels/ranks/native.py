@@ -6,11 +6,11 @@ descriptor. It is gone with the last process that has it, however that ends.
 In it lie words on cache lines of their own; the step that the first rank handed over; parts of sums, and
 what experts gave, in two rooms each that take turns, so that a rank may write its next part while others
 still read the last one, and none needs to wait a second time; hidden states, in a room for each stage of a
-pipeline; and the other ranks' logits.
+pipeline; the other ranks' logits; and of experts that change ranks what decides it, and weights in pieces.
 
 Shape letters: N ranks, T tokens, S sequences, C block columns, R rows whose logits are wanted, A rows with an
 adapter, B blocks of these, E hidden size, V vocabulary, P places of experts (choices of all tokens), W
-elements that an expert gives.
+elements that an expert gives, X experts of a layer, L layers of all stages that have some.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ FORWARD, LOGITS = 0, 1
 # Rows of a micro-batch, at least: each reads all weights of a stage, which products of fewer rows wait for.
 # And of one where there are more micro-batches than stages: reading is little beside such products.
 LEAST_ROWS, MORE_ROWS = 32, 128
+# Of an expert that changes ranks this much goes over before a step, for which who streams waits that longer.
+PIECE_BYTES = 1 << 20
 # All words lie on the first page.
 _WORDS_BYTES = 4096
 _NUM_NUMBERS = 8
@@ -66,6 +68,11 @@ class RanksShape:
     # Experts that a token passes in a layer, and W; zeros where there are none.
     num_active: int = 0
     expert_width: int = 0
+    # X, and by stage the first of the L layers, and L; nothing where experts stay where they are.
+    num_experts: int = 0
+    sparse_cuts: tuple[int, ...] = (0,)
+    # Of an expert's weights, that go from rank to rank between two steps.
+    piece_bytes: int = PIECE_BYTES
     # Micro-batches for each stage of a pipeline, at most.
     most_by_stage: int = 4
 
@@ -91,6 +98,11 @@ class RanksShape:
     def micro_batch_counts(self) -> list[int]:
         """Those of all steps that there may be, ascending; the first is 1."""
         return sorted(set(map(self.num_micro_batches, range(1, self.max_tokens + 1))))
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """L; 0 where experts stay where they are."""
+        return self.sparse_cuts[-1]
 
     @property
     def num_places(self) -> int:
@@ -144,7 +156,14 @@ class _Places:
         self.hidden = self.expert_rows + 2 * shape.degrees.pipeline * self.expert_bytes
         self.logits = self.hidden + shape.degrees.pipeline * self.part_bytes
         self.logit_bytes = _aligned(4 * shape.max_rows * shape.most_columns)
-        self.end = self.logits + (shape.num_ranks - 1) * self.logit_bytes
+        # Of experts that change ranks.
+        ranks, layers = shape.num_ranks, shape.num_sparse_layers
+        self.expert_counts = self.logits + (ranks - 1) * self.logit_bytes
+        self.expert_forms = _aligned(self.expert_counts + 8 * layers * shape.num_experts)
+        self.settled = _aligned(self.expert_forms + 2 * 8 * ranks * layers)
+        self.pieces = _aligned(self.settled + 8 * ranks)
+        self.piece_bytes = _aligned(shape.piece_bytes) if layers else 0
+        self.end = self.pieces + 2 * ranks * self.piece_bytes
 
 
 def _aligned(num_bytes: int) -> int:
@@ -313,6 +332,36 @@ class Ranks:
     def done_op(self) -> Op:
         """Says that this rank, behind the first, is through with a forward."""
         return Op(self.library, "rank_done", RankDoneArgs(words=self._words, rank=self.rank), self)
+
+    # --- experts that change ranks ---
+
+    @property
+    def num_handed_over(self) -> int:
+        """The number of the step that was handed over last, which wraps around."""
+        return int(self._view(0, (1,), np.uint32)[0])
+
+    @property
+    def expert_counts(self) -> NDArray[np.int64]:
+        """[L, X]: rows that experts got so far; the first rank of their stage counts."""
+        shape = self.shape.num_sparse_layers, self.shape.num_experts
+        return self._view(self._places.expert_counts, shape, np.int64)
+
+    @property
+    def expert_forms(self) -> NDArray[np.int64]:
+        """[N, L, 2]: a digest of the form in which a rank has all its experts of a layer, and the bytes of
+        one; zeros where they differ, or another stage has the layer.
+        """
+        shape = self.shape.num_ranks, self.shape.num_sparse_layers, 2
+        return self._view(self._places.expert_forms, shape, np.int64)
+
+    @property
+    def settled(self) -> NDArray[np.int64]:
+        """[N]: 1 of ranks whose weights none but steps read any more."""
+        return self._view(self._places.settled, (self.shape.num_ranks,), np.int64)
+
+    def piece(self, rank: int, turn: int) -> int:
+        """The address of what a rank gives away of an expert's weights, in every second turn."""
+        return self._words + self._places.pieces + self._places.piece_bytes * (2 * rank + turn % 2)
 
     # --- stages of a pipeline ---
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from observability.emit import hand_overs, names, retention
+from observability.emit import experts, hand_overs, names, retention
 from observability.emit.names import METRICS, Metric
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import CONFIG, LIMITED_KEY, Stack, eventually, running_stack
@@ -159,8 +159,8 @@ def _written(stack: Stack) -> set[str]:
 
 
 # Of the local span store, which a stack starts without an endpoint of its own, of a limit store that
-# gateways share, of devices whose peak is known, of aliases, of drafts, which these stacks do not ask for,
-# and of models beside the one that they have: their unit tests read them.
+# gateways share, of devices whose peak is known, of aliases, of drafts and of experts on several ranks, which
+# these stacks do not ask for, and of models beside the one that they have: their unit tests read them.
 _OF_OTHERS: frozenset[Metric] = frozenset(
     {
         names.SPANS_STORED,
@@ -180,6 +180,7 @@ _OF_OTHERS: frozenset[Metric] = frozenset(
         names.ROLLOUT_SILENCE,
         names.SPECULATION_SECONDS,
         *hand_overs.ALL,
+        *experts.ALL,
         retention.KV_LOST,
     }
 )

@@ -23,12 +23,16 @@ import msgspec
 
 from engine.adapters.peft import AdapterFile, Module
 from engine.config import EngineConfig
+from engine.model.back_end import Model
 from engine.model.checkpoint import LoadRequest
+from engine.model.expert_places import ExpertMove
+from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, num_logit_rows
 from engine.model.spec import CheckpointError
 from engine.runner.executors.executor import SPARE_COLUMNS
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import ROWS_AT_ONCE
+from engine.runner.ranks.balance import ExpertBalance, KeepWeights
 from engine.types import MemoryPlan
 from kernels.native.library import NativeLibrary
 from kernels.ranks.native import Ranks, RanksShape, shared_memory
@@ -91,7 +95,18 @@ def ranks_shape(given: PlanInput, plan: MemoryPlan) -> RanksShape:
         vocab_size=given.spec.vocab_size,
         num_active=0 if experts is None else experts.num_active,
         expert_width=0 if experts is None else experts.latent_size or given.spec.hidden_size,
+        num_experts=0 if experts is None else experts.num_experts,
+        sparse_cuts=_sparse_cuts(given),
     )
+
+
+def _sparse_cuts(given: PlanInput) -> tuple[int, ...]:
+    """By stage the first of all layers whose experts may change ranks, and their number."""
+    experts = given.whole.experts
+    if experts is None or given.shard.degrees.expert == 1:
+        return (0,)
+    cuts = given.shard.cuts or (0, given.whole.num_layers)
+    return tuple(sum(layer < cut for layer in experts.layers) for cut in cuts)
 
 
 def of_a_rank(config: EngineConfig) -> EngineConfig:
@@ -192,10 +207,8 @@ class RankGroup:
         # Where this process goes on, nobody waits for that rank any more.
         self._ranks.end()
 
-    def tell(self, message: Copies | SlotTask) -> None:
-        """Has all copy these blocks or states, or begin to read this adapter, before the step that is handed
-        over next. Called in any thread.
-        """
+    def tell(self, message: Copies | SlotTask | ExpertMove | KeepWeights) -> None:
+        """Has all do before the step that is handed over next what the message says. Called in any thread."""
         assert self._ranks is not None, "started before"
         with self._telling:
             for connection in self._connections:
@@ -203,11 +216,18 @@ class RankGroup:
                     connection.send(message)
                 except OSError as error:
                     # Its watcher ends the engine.
-                    _log.warning("a rank was not told of copies or of an adapter: %s", error.strerror)
+                    _log.warning("a rank was not told of %s: %s", type(message).__name__, error.strerror)
             self._ranks.num_messages += 1
         if isinstance(message, SlotTask):
             # Nobody hands a step over where all requests wait for this adapter.
             self._ranks.wake()
+
+    def balance(self, model: Model, is_settled: Callable[[], bool]) -> ExpertBalance | None:
+        """What has experts change ranks, where they may; `model` is the leader's part. See ExpertBalance."""
+        assert self._ranks is not None, "started before"
+        assert isinstance(model, NativeDecoder), "which alone is shared"
+        exchange = model.expert_exchange
+        return None if exchange is None else ExpertBalance(self._ranks, exchange, self.tell, is_settled)
 
     def adapter_answers(self) -> list[str]:
         """Why each of the others could not read the adapter that they were told of last, else "". Where one

@@ -14,16 +14,21 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from engine.adapters.build import native_slots
 from engine.adapters.store import modules_of
-from engine.model.back_end import Model, load_model
+from engine.model.back_end import load_model
+from engine.model.expert_places import ExpertMove
 from engine.model.forward_batch import ForwardBatch
 from engine.model.kept_weights import KeptWeights
 from engine.model.native_decoder import NativeDecoder
+from engine.model.records import Floats
 from engine.model.spec import CheckpointError
 from engine.runner.kv_storage import KvStorage
 from engine.runner.ranks.adapters import RankAdapters
-from engine.runner.ranks.group import READY, REFUSED, RankTask, SlotTask
+from engine.runner.ranks.balance import KeepWeights
+from engine.runner.ranks.group import READY, REFUSED, Copies, RankTask, SlotTask
 from kernels.attention.ragged import RaggedBatch
 from kernels.host import HOST
 from kernels.native.library import load_level
@@ -44,42 +49,49 @@ class Follower:
 
     def __init__(
         self,
-        model: Model,
+        model: NativeDecoder,
         storage: KvStorage,
         ranks: Ranks,
         connection: Connection,
         adapters: RankAdapters,
+        kept: KeptWeights,
     ) -> None:
         self._model, self._storage, self._ranks = model, storage, ranks
-        self._connection, self._adapters = connection, adapters
+        self._connection, self._adapters, self._kept = connection, adapters, kept
         self._num_read = 0
         # Hidden states [T, E] of the last forward.
-        self._hidden: object = None
+        self._hidden: Floats = np.zeros((0, 0), np.float32)
 
-    def follow(self) -> bool:
-        """Computes the next thing that is handed over; False where nothing was for a moment. Raises EOFError
-        when the leader is gone.
+    def follow(self) -> None:
+        """Computes the next thing that is handed over, or waits for a moment. Raises EOFError when the leader
+        is gone.
         """
+        self._ranks.settled[self._ranks.rank] = self._kept.is_settled
         if not self._ranks.wait(_NAP_S):
             if self._connection.poll():
                 self._read()
-            return False
+            # Nobody waits at present.
+            self._kept.write_later()
+            return
         while self._num_read < self._ranks.num_messages_before:
             self._read()
         if self._ranks.kind == FORWARD:
             self._hidden = self._model.forward(self._batch(), self._storage.layers, None)
         else:
             self._model.logits_of(self._hidden, self._ranks.rows())
-        return True
 
     def _read(self) -> None:
         message = self._connection.recv()
-        if isinstance(message, SlotTask):
-            self._adapters.begin(message)
-        elif message.are_states:
-            self._storage.copy_states(message.pairs)
-        else:
-            self._storage.copy_blocks(message.pairs)
+        match message:
+            case SlotTask():
+                self._adapters.begin(message)
+            case ExpertMove():
+                assert self._model.expert_exchange is not None, "the leader has one"
+                self._model.expert_exchange.take(message)
+            case KeepWeights():
+                self._kept.write_later()
+            case Copies(pairs, are_states):
+                (self._storage.copy_states if are_states else self._storage.copy_blocks)(pairs)
         self._num_read += 1
 
     def _batch(self) -> ForwardBatch:
@@ -126,12 +138,10 @@ def serve(connection: Connection, memory: int) -> None:
     storage = KvStorage(task.request.spec, device=HOST, **task.storage)
     connection.send((READY, modules_of(linears)))
     adapters = RankAdapters(linears, connection)
-    follower = Follower(model, storage, ranks, connection, adapters)
+    follower = Follower(model, storage, ranks, connection, adapters, kept)
     try:
         while not ranks.is_over:
-            if not follower.follow():
-                # Nobody waits at present.
-                kept.write_later()
+            follower.follow()
     finally:
         adapters.close()
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.adapters.rows import BLOCK_ROWS, NO_ADAPTER, AdapterRows
-from kernels.experts.native import ExpertsApart, sparse_ops
+from kernels.experts.native import ExpertsApart, WeightsByPlace, sparse_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.ranks.native import FORWARD, LOGITS, Ranks, RanksShape, shared_memory
 from kernels.ranks.reference import micro_batch, side_by_side, summed
@@ -107,9 +107,14 @@ def test_sums_are_in_the_order_of_ranks(
             assert np.isnan(found[rank.rank][turn][num_tokens]).all()
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("expert", [2, 4])
-def test_experts_of_several_ranks_are_added_as_by_one(native: NativeLibrary, expert: int) -> None:
-    """Each rank computes what its experts give; sums have the bits of one that has them all."""
+def test_experts_of_several_ranks_are_added_as_by_one(
+    native: NativeLibrary, expert: int, moves: bool
+) -> None:
+    """Each rank computes what its experts give; sums have the bits of one that has them all, also where
+    experts change ranks from turn to turn. One rank counts their rows.
+    """
     torch.manual_seed(expert)
     routing = ROUTINGS["softmax"]
     whole = Layer(native, routing)
@@ -126,17 +131,34 @@ def test_experts_of_several_ranks_are_added_as_by_one(native: NativeLibrary, exp
         ),
     )
     found: dict[int, list[Tensor]] = {}
+    counts = np.zeros(routing.num_experts, np.int64)
 
     def compute(rank: Ranks) -> None:
         held = rank.shape.degrees.held_by(rank.rank, routing.num_experts)
         own = replace(whole.layer, gate_up=whole.layer.gate_up[held], down=whole.layer.down[held])
+        placed = WeightsByPlace(own.gate_up, own.down)
+        positions = np.arange(routing.num_experts)
         step = StepStruct(num_tokens=num_tokens)
         buffers = whole.new_buffers(70)
         found[rank.rank] = []
         for turn, rows in enumerate(x):
             parts = rank.parts_of_experts(turn)
             address = ctypes.addressof(step)
-            apart = ExpertsApart(first=held.start, rows=parts[0], parts=parts, meet=rank.meet_op(address))
+            if moves:
+                positions[:] = np.random.default_rng(turn).permutation(routing.num_experts)
+            for number, position in enumerate(positions.tolist()):
+                if held.start <= position < held.stop:
+                    placed.by_part[0][position - held.start] = whole.layer.gate_up[number][0].struct
+                    placed.by_part[1][position - held.start] = whole.layer.down[number].struct
+            apart = ExpertsApart(
+                first=held.start,
+                rows=parts[0],
+                parts=parts,
+                meet=rank.meet_op(address),
+                positions=positions,
+                counts=counts if rank.leads else None,
+                placed=placed,
+            )
             out = torch.full((num_tokens, HIDDEN), float("nan"))
             count = address + StepStruct.num_tokens.offset
             ops = sparse_ops(native, own, buffers, count, rows, out, accumulate=False, apart=apart)
@@ -147,6 +169,8 @@ def test_experts_of_several_ranks_are_added_as_by_one(native: NativeLibrary, exp
     for outs in found.values():
         for out, wanted in zip(outs, expected, strict=True):
             assert torch.equal(out, wanted)
+    chosen = torch.cat([whole.chosen(each)[0] for each in x])
+    assert counts.tolist() == torch.bincount(chosen.flatten(), minlength=routing.num_experts).tolist()
 
 
 def test_sums_of_some_ranks_are_of_another_width(native: NativeLibrary) -> None:

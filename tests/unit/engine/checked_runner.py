@@ -161,6 +161,9 @@ class CheckedRunner:
         """No memory is held."""
         return 0
 
+    def expert_spread(self) -> None:
+        """No experts lie anywhere."""
+
     def num_states(self) -> int:
         return len(self.states)
 

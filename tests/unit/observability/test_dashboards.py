@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from observability.emit import names, retention
+from observability.emit import experts, names, retention
 from observability.emit.names import Metric
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,7 +19,7 @@ GRAFANA = ROOT / "observability/grafana"
 ALERTS = ROOT / "observability/prometheus/alerts.yml"
 _SUFFIXES = ("", "_bucket", "_sum", "_count")
 # With those that are declared in files of their own.
-METRICS = {**names.METRICS, retention.KV_LOST.name: retention.KV_LOST}
+METRICS = {**names.METRICS, **{each.name: each for each in (retention.KV_LOST, *experts.ALL)}}
 # Labels that Prometheus adds.
 _SCRAPE_LABELS = {"instance", "job", "le"}
 

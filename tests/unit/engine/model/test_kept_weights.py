@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -359,3 +360,28 @@ class Hostile:
 def test_nothing_but_records_is_made_of_a_file() -> None:
     with pytest.raises(pickle.UnpicklingError, match="is no part of a record"):
         unpickled(pickle.dumps(Hostile()), (), (), place=lambda part: part)
+
+
+def test_weights_are_settled_once_nobody_writes_them_any_more(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, write = threading.Event(), KeptWeights._write
+
+    def slowly(*given: Any) -> None:
+        assert may_end.wait(60)
+        write(*given)
+
+    monkeypatch.setattr(KeptWeights, "_write", slowly)
+    for is_packed in (True, False):
+        kept = KeptWeights(PackedWeightsConfig(path=str(tmp_path / "packed"), min_bytes=0))
+        with closing(open_runner(checkpoint, native="required", build=partial(build, load=kept.load))):
+            assert not kept.is_settled
+            thread = kept.write_later()
+            assert (thread is not None) == is_packed
+            if thread is not None:
+                assert not kept.is_settled
+                assert kept.write_later() is None
+                assert not kept.is_settled
+                may_end.set()
+                thread.join()
+            assert kept.is_settled

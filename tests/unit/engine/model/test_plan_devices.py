@@ -31,21 +31,21 @@ def plan(folder: Path, *arguments: str, beside: str = "") -> int:
 
 def test_the_fewest_devices_that_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2, intermediate_size=9600)
-    assert plan(tmp_path, "--devices=4", "--device-gib=0.062", "--json") == 0
+    assert plan(tmp_path, "--devices=4", "--device-gib=0.07", "--json") == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     sizes = [(each["tensor"] * each["pipeline"], each["expert"] * each["pipeline"]) for each in ways]
     assert sizes == sorted(sizes, key=max)
     by_degrees = {(each["tensor"], each["expert"], each["pipeline"]): each for each in ways}
     alone, cut, spread = by_degrees[1, 1, 1], by_degrees[2, 1, 1], by_degrees[1, 2, 1]
     assert not alone["fits"]
-    assert alone["reason"].startswith("memory plan: 63.5 MiB available, weights 42.")
+    assert alone["reason"].startswith("memory plan: 71.7 MiB available, weights 42.")
     assert (cut["fits"], spread["fits"]) == (True, True)
     assert cut["weights_bytes"] < spread["weights_bytes"] < 0.6 * 44e6
     # Two layers of 48 with two sums of two parts, and the logits of 199; rows of two experts of each token.
     assert (cut["exchanged_bytes_per_token"], cut["meetings_per_step"]) == (4 * (2 * 2 * 2 * 48 + 199), 5)
     assert (spread["exchanged_bytes_per_token"], spread["meetings_per_step"]) == (4 * (2 * 2 * 48 + 199), 3)
-    assert plan(tmp_path, "--devices=4", "--device-gib=0.062") == 0
-    assert "2 devices of 63.5 MiB fit: engine.parallel.pipeline = 2." in capsys.readouterr().out
+    assert plan(tmp_path, "--devices=4", "--device-gib=0.07") == 0
+    assert "2 devices of 71.7 MiB fit: engine.parallel.pipeline = 2." in capsys.readouterr().out
 
 
 def test_a_load_decides_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

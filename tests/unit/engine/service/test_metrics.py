@@ -19,8 +19,9 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
+from engine.types.experts import ExpertSpread
 from engine.types.step import ModelWork
-from observability.emit import names, retention
+from observability.emit import experts, names, retention
 from observability.emit.metrics import Metrics
 from tests.unit.engine.driver import memory_plan
 
@@ -160,6 +161,18 @@ def test_what_the_memory_really_takes_is_exposed_beside_the_plan() -> None:
         _value(metrics, names.MEMORY_USED.name, part=part) for part in ("weights", "kv_cache", "workspace")
     ]
     assert parts == [90, 40, 70]
+
+
+def test_how_experts_are_spread_is_exposed_where_ranks_have_some_each() -> None:
+    metrics = Metrics()
+    engine = EngineMetrics(metrics)
+    engine.steps_done([(StepDone(1, [], (), LOAD), {})])
+    assert _value(metrics, experts.IMBALANCE.name) is None
+    for uneven, moved in ((1.0, 0), (1.75, 0), (1.25, 4), (1.125, 6)):
+        spread = ExpertSpread(imbalance=uneven, num_moves=moved)
+        engine.steps_done([(StepDone(1, [], (), LOAD, experts=spread), {})])
+        assert _value(metrics, experts.IMBALANCE.name) == uneven
+        assert _value(metrics, experts.MOVES.name) == moved
 
 
 def test_the_memory_plan_is_exposed_once_ready() -> None:
