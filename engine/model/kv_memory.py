@@ -72,6 +72,13 @@ def recent_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_sequences: int) -> in
     return num_sequences * 2 * KEY_GROUP * 2 * elements
 
 
+def num_recent(config: EngineConfig) -> int:
+    """Sequences whose newest keys there is room for: those of the runner's table by their slots, of which
+    lower ones serve first. What is not written takes no memory.
+    """
+    return 2 * config.scheduler.max_num_seqs
+
+
 def kv_shares(spec: ModelSpec, kv_dtypes: Sequence[str], first_layer: int = 0) -> list[KvShare]:
     """The types in use, each with its layers, which count from `first_layer`, and their bytes."""
     stored = [layer for layer in range(spec.num_layers) if spec.cache_shape(layer) is not None]
@@ -182,7 +189,7 @@ def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str
     """
     if BY_CHANNEL not in kv_dtypes and drafting != BY_CHANNEL:
         return
-    size, speculation, degrees = config.cache.block_size, config.speculation, config.parallel.degrees
+    size, speculation = config.cache.block_size, config.speculation
     for key, is_refused, because in (
         (
             "engine.cache.block_size",
@@ -191,11 +198,6 @@ def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str
         ),
         ("engine.device", device != "cpu", "CPUs alone compute it; set it to cpu, or kv_dtype to int4"),
         ("engine.native", config.native == "off", "torch has no such keys; set it to auto or required"),
-        (
-            "engine.parallel",
-            degrees.size > 1,
-            "ranks are not told whose keys are whole; set all degrees to 1",
-        ),
         (
             "engine.speculation",
             speculation.method == "lookahead" or bool(speculation.tree),

@@ -25,6 +25,7 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
+from engine.model.kv_memory import num_recent
 from engine.model.kv_scorer import find_scorer, unscored_because
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
@@ -119,8 +120,7 @@ def build(
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
     storage = _storage(given, plan, storage_options | {"kv_dtype": given.kv_dtypes}, group)
-    # By slots of the table, of which lower ones serve first; what is not written takes no memory.
-    storage.keep_newest_keys(2 * config.scheduler.max_num_seqs)
+    storage.keep_newest_keys(num_recent(config))
     draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)

@@ -262,11 +262,12 @@ class KvStorage:
                 layer.keep_newest_keys(num_sequences)
                 self._num_recent = num_sequences
 
-    def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
-        if not self._num_recent:
-            return None
-        assert slots.max(initial=0) < self._num_recent, f"{self._num_recent} sequences"
+    def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the newest keys of sequences in slots [S] of the table are whole, in the layers that round
+        them by channel, here or in another rank.
+        """
+        if self._num_recent:
+            assert slots.max(initial=0) < self._num_recent, f"{self._num_recent} sequences"
         return slots
 
     def copy_slots(self, pairs: NDArray[np.int64]) -> None:

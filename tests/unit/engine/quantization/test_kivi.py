@@ -182,7 +182,6 @@ def replace_seqs(config: EngineConfig, count: int) -> EngineConfig:
     [
         ("llama", {"cache": {"block_size": 16}}, "cache.block_size: .* set it to 64"),
         ("llama", {"native": "off"}, "native: .* torch has no such keys"),
-        ("llama", {"parallel": {"tensor": 2}}, "parallel: .* set all degrees to 1"),
         ("llama", {"speculation": {"method": "lookahead"}}, "speculation: .* branches have no newest keys"),
         ("odd", {}, "cache.kv_dtype = 'kivi4' .* heads of 24 elements are no multiple of 16"),
         ("latent", {}, "cache.kv_dtype = 'kivi4' .* latent vectors"),
