@@ -72,9 +72,9 @@ def recent_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_sequences: int) -> in
     return num_sequences * 2 * KEY_GROUP * 2 * elements
 
 
-def num_recent(config: EngineConfig) -> int:
-    """Sequences whose newest keys there is room for: those of the runner's table by their slots, of which
-    lower ones serve first. What is not written takes no memory.
+def num_slots(config: EngineConfig) -> int:
+    """Sequences whose newest keys there is room for, by their slots of the runner's table, of which lower
+    ones serve first. What is not written takes no memory.
     """
     return 2 * config.scheduler.max_num_seqs
 
@@ -183,13 +183,11 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
     )
 
 
-def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str | None, device: str) -> None:
-    """Raises ConfigError for what does not go with keys that are rounded by channel. `drafting`: the type of
-    a draft's keys and values, where something drafts.
-    """
-    if BY_CHANNEL not in kv_dtypes and drafting != BY_CHANNEL:
+def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], device: str) -> None:
+    """Raises ConfigError for what does not go with keys that are rounded by channel."""
+    if BY_CHANNEL not in kv_dtypes:
         return
-    size, speculation = config.cache.block_size, config.speculation
+    size = config.cache.block_size
     for key, is_refused, because in (
         (
             "engine.cache.block_size",
@@ -198,16 +196,6 @@ def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str
         ),
         ("engine.device", device != "cpu", "CPUs alone compute it; set it to cpu, or kv_dtype to int4"),
         ("engine.native", config.native == "off", "torch has no such keys; set it to auto or required"),
-        (
-            "engine.speculation",
-            speculation.method == "lookahead" or bool(speculation.tree),
-            "branches have no newest keys of their own; set method to another one, and tree to []",
-        ),
-        (
-            "engine.cache.kv_dtype",
-            drafting == BY_CHANNEL,
-            "what drafts has no newest keys; set it to int8, and kv_dtype_layers to kivi4",
-        ),
     ):
         if is_refused:
             raise ConfigError(f"{key}: does not go with keys and values of {BY_CHANNEL}: {because}")

@@ -188,6 +188,7 @@ class NativeDecoder:
         if batch.slot_copies is not None:
             assert self.copies_slots, "said before the first step"
             step.num_slot_copies, step.slot_copies = len(batch.slot_copies), _address(batch.slot_copies)
+            step.recent_copies = None if batch.recent_copies is None else _address(batch.recent_copies)
         step.recent_rows = None if batch.recent_rows is None else _address(batch.recent_rows)
         if batch.windows is not None:
             kept = self._window_step
@@ -323,7 +324,7 @@ class NativeDecoder:
 
     def _without_adapters(self, ops: Sequence[Op]) -> Program:
         """What steps without adapters or copies run, which leaves their operations out."""
-        plain = [op for op in ops if not op.name.startswith(("adapter_", "copy_slots"))]
+        plain = [op for op in ops if not op.name.startswith(("adapter_", "copy_slots", "copy_recent"))]
         return Program(self.library, plain)
 
 

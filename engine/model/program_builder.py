@@ -335,16 +335,22 @@ class ProgramBuilder:
         qkv = self.buffer("qkv", width + attention.num_gates)
         mixed = self.buffer("mixed", attention.mixed_size)
         self.product(attention.qkv, x, qkv, False)
-        self.rotate(attention, cache, qkv)
-        self._copy_slots(cache)
-        keys = qkv[:, attention.sizes[0] :]
-        ops, keep = key_group_ops(self.library, self._step_of(cache), cache, keys)
-        self.ops += ops
-        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x, keys)
-        self.ops += keep
+        self.attend_own(attention, cache, qkv, mixed, x)
         if attention.num_gates:
             add_gate(self, mixed, qkv[:, width:], attention.gate_kind, attention.num_gates)
         self.product_of_parts(attention.output, mixed, out, join)
+
+    def attend_own(
+        self, attention: Attention, cache: Storage, qkv: Floats, mixed: Floats, x: Floats | None = None
+    ) -> None:
+        """Rotation, cache write and `attend`, of queries, keys and values that were projected from x."""
+        self.rotate(attention, cache, qkv)
+        self._copy_slots(cache)
+        keys, step = qkv[:, attention.sizes[0] :], self._step_of(cache)
+        ops, keep = key_group_ops(self.library, step, cache, keys, copies_slots=self._copies_slots)
+        self.ops += ops
+        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x, keys)
+        self.ops += keep
 
     def attend(
         self,

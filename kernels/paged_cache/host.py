@@ -45,7 +45,7 @@ class HostCache:
     # Whether its blocks are those of layers with a window, where others have none.
     in_windows: bool = False
     # Of kivi4, in bits of bfloat16: middle and half a step of each channel of a full block [N, K, 2, D]; and
-    # the keys of each sequence's newest two blocks [R, 2, K, P, D].
+    # the keys of each sequence's newest two blocks, one behind the other [2 R, K, P, D].
     channels: NDArray[np.uint16] | None = None
     recent: NDArray[np.uint16] | None = None
 
@@ -54,10 +54,15 @@ class HostCache:
         parts = (self.keys, self.scales, self.values, self.channels)
         return [part for part in parts if part is not None]
 
+    def by_slot(self) -> list[NDArray[Any]]:
+        """Those whose third axis is slots of a block. Keys of kivi4 are of their block."""
+        parts = (None if self.channels is not None else self.keys, self.scales, self.values)
+        return [part for part in parts if part is not None]
+
     def keep_newest_keys(self, num_sequences: int) -> None:
         """Room for the newest keys of so many sequences."""
         num_heads, block_size, num_bytes = self.keys.shape[1:]
-        self.recent = empty((num_sequences, 2, num_heads, block_size, 2 * num_bytes), np.uint16)
+        self.recent = empty((2 * num_sequences, num_heads, block_size, 2 * num_bytes), np.uint16)
 
     def wide_keys(self, blocks: NDArray[np.int64]) -> NDArray[np.float32]:
         """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded. Those of

@@ -24,7 +24,7 @@ import msgspec
 from engine.adapters.peft import AdapterFile, Module
 from engine.config import EngineConfig
 from engine.model.checkpoint import LoadRequest
-from engine.model.kv_memory import num_recent
+from engine.model.kv_memory import num_slots
 from engine.model.plan import PlanInput, num_logit_rows
 from engine.model.spec import CheckpointError
 from engine.runner.executors.executor import SPARE_COLUMNS
@@ -75,7 +75,7 @@ class RankTask:
     shape: RanksShape
     # Options of its KvStorage, and sequences whose newest keys it keeps.
     storage: dict[str, Any]
-    num_recent: int
+    num_slots: int
 
 
 def ranks_shape(given: PlanInput, plan: MemoryPlan) -> RanksShape:
@@ -112,7 +112,7 @@ class RankGroup:
             "block_size": plan.block_size,
             "num_states": plan.num_states,
         }
-        self._num_recent = num_recent(given.config)
+        self._num_slots = num_slots(given.config)
         self._kv_dtypes = given.whole_kv_dtypes
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
@@ -141,7 +141,7 @@ class RankGroup:
                     request=own,
                     shape=self._shape,
                     storage=storage,
-                    num_recent=self._num_recent,
+                    num_slots=self._num_slots,
                 )
                 connection.send(task)
             self._ranks = Ranks(library, self._shape, 0, memory)

@@ -127,7 +127,7 @@ def serve(connection: Connection, memory: int) -> None:
     assert isinstance(model, NativeDecoder), "with a library"
     linears = native_slots(model, task.request.config.adapters, dtype=task.request.dtype)
     storage = KvStorage(task.request.spec, device=HOST, **task.storage)
-    storage.keep_newest_keys(task.num_recent)
+    storage.keep_newest_keys(task.num_slots)
     connection.send((READY, modules_of(linears)))
     adapters = RankAdapters(linears, connection)
     follower = Follower(model, storage, ranks, connection, adapters)

@@ -181,6 +181,7 @@ class _Tails(Tails):
                 block_size=self.block_size,
             ),
             states=states,
+            recent_rows=self.drafter.storage.recent_rows(self.slots[live]),
         )
 
     def _states(self, live: NDArray[np.int64], query_starts: NDArray[np.int64]) -> StateRows | None:

@@ -81,7 +81,7 @@ class Texts:
             options=options,
         )
 
-    def run(self, spans: Iterable[Span], recent_rows: list[int] | None = None) -> list[Tensor]:
+    def run(self, spans: Iterable[Span]) -> list[Tensor]:
         """One step of these spans: what attention gives each, [T, H, D]."""
         spans = list(spans)
         num_heads, num_kv, dim = self.heads
@@ -97,7 +97,8 @@ class Texts:
         starts = np.cumsum([0, *(end - start for _, start, end in spans)])
         lens = np.array([end for *_, end in spans])
         tables = np.ascontiguousarray(self.tables[[which for which, *_ in spans]])
-        rows = np.array([which for which, *_ in spans] if recent_rows is None else recent_rows)
+        # The second one's odd blocks come first, as where a table has left one out.
+        rows = np.array([2 * which + which % 2 for which, *_ in spans])
         step = StepStruct(
             num_tokens=len(qkv),
             num_sequences=len(spans),

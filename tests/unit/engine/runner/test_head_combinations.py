@@ -353,16 +353,21 @@ def test_answers_that_forget_look_at_the_same_blocks(
     assert_equal(drafting, plain, requests, num_blocks=70, max_num_seqs=5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "kivi4"])
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
     target_folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
     """Also those of a head itself, and of branches; of a layer that keeps the model's own, too."""
     cache = {"kv_dtype": kind, "kv_dtype_layers": {"0": "auto"}}
+    if kind == "kivi4":
+        cache["block_size"] = 64
     with opened(target_folder, None, cache=cache) as plain:
         for method in ("eagle3", "lookahead", "eagle3 tree"):
             with opened(target_folder, speculation_of(method, trained_head), cache=cache) as drafting:
                 assert_equal(drafting, plain, requests_of(lessons))
+                # Beyond the end of a block, whatever its size.
+                longer = [request_of(number, lesson.ids[:45]) for number, lesson in enumerate(lessons)]
+                assert_equal(drafting, plain, longer)
 
 
 def test_rows_with_adapters_draft_beside_those_without(
