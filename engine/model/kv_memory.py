@@ -222,7 +222,7 @@ def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
     return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
 
 
-def remembers_because(spec: ModelSpec, *, has_draft: bool = False, by_channel: bool = False) -> str:
+def remembers_because(spec: ModelSpec, *, has_draft: bool = False) -> str:
     """Why answers of a model may forget no blocks; empty where they may."""
     if spec.pooling is not None or spec.bidirectional:
         return "the model answers nothing that could forget"
@@ -232,6 +232,4 @@ def remembers_because(spec: ModelSpec, *, has_draft: bool = False, by_channel: b
         return "layers of it keep a state, of which no part can be forgotten"
     if any(spec.windows) or any(spec.chunks):
         return "layers of it have a window of their own"
-    if by_channel:
-        return f"keys of {BY_CHANNEL} (engine.cache.kv_dtype) are rounded with the others of their block"
     return "a draft model reads the same blocks" if has_draft else ""

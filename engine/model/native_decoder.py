@@ -29,6 +29,7 @@ from kernels.host import HOST, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.norm.native import NormArgs, norm_op
+from kernels.paged_cache.host import BY_CHANNEL
 from kernels.paged_cache.native import Storage
 from kernels.ranks.native import FORWARD, LOGITS, Ranks
 from kernels.recurrent.native import LARGEST_KEY
@@ -143,7 +144,12 @@ class NativeDecoder:
                 if read is not None:
                     read(x[:num_tokens])
                 queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
-                watch(queries, cache, attention.options)
+                own = None
+                if cache.type_name == BY_CHANNEL:
+                    begin = attention.sizes[0]
+                    own = q[:num_tokens, begin : begin + attention.sizes[1]]
+                    own = own.reshape(num_tokens, attention.num_kv_heads, -1)
+                watch(queries, cache, attention.options, own)
             piece.run(self.pool)
 
     def _body_of_step(self) -> Program:

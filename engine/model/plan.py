@@ -149,8 +149,7 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def remembers_because(self) -> str:
         """Why answers may forget no blocks; empty where they may."""
-        by_channel = self.config.cache.shares_full_blocks_alone
-        return remembers_because(self.whole, has_draft=self.has_draft_model, by_channel=by_channel)
+        return remembers_because(self.whole, has_draft=self.has_draft_model)
 
     @property
     def num_weights(self) -> int:

@@ -87,6 +87,33 @@ class HostCache:
         wide: NDArray[np.float32] = keys @ _turned_back(keys.shape[3]) if self.type_name == "int4" else keys
         return wide
 
+    def newest_keys(self, recent_row: int, index: int) -> NDArray[np.float32]:
+        """Whole keys [K, P, D] of block `index` of a history (recent_of in key_groups.h)."""
+        assert self.recent is not None, "of kivi4, with room for them"
+        return _widened(self.recent[recent_row ^ index & 1])
+
+    def put_keys(self, keys: NDArray[np.float32], blocks: NDArray[np.int64]) -> None:
+        """Rounds keys [B, K, P, D] of full blocks [B] by channel, as key_groups.cc does."""
+        assert self.channels is not None, "of kivi4"
+        least, most = keys.min(2), keys.max(2)
+        middles = _narrowed(least * np.float32(0.5) + most * np.float32(0.5))
+        middle = _widened(middles)
+        halves = _narrowed(np.maximum(most - middle, middle - least) / np.float32(15))
+        half = _widened(halves)
+        steps = np.where((half > 0) & (half < np.inf), half, np.float32(1))
+        levels = (keys - middle[:, :, None]) / steps[:, :, None]
+        codes = np.clip(np.rint((levels + 15) * np.float32(0.5)), 0, 15).astype(np.uint8)
+        codes = codes.reshape(*keys.shape[:3], -1, 2, 4)
+        self.keys[blocks] = (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*keys.shape[:3], -1)
+        self.channels[blocks] = np.stack((middles, halves), axis=2)
+
+
+def _narrowed(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest numbers of bfloat16, of two the even one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
 
 def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Numbers of bfloat16 from their bits."""

@@ -209,6 +209,21 @@ def test_is_what_the_reference_says(
     )
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 300.0])
+def test_chosen_keys_are_rounded_as_the_reference_says(scale: float) -> None:
+    """On the host, to the bit."""
+    shape = {"num_blocks": 5, "block_size": KEY_GROUP, "num_heads": 3, "key_dim": 48, "value_dim": 16}
+    cache = allocate_host_layer(**shape, shared_value_dim=0, type_name="kivi4")
+    drawn = np.random.default_rng(4).standard_normal((2, 3, KEY_GROUP, 48), np.float32) * np.float32(scale)
+    drawn[..., ::7] += 5
+    cache.put_keys(drawn, np.array([4, 1]))
+    packed, middle, half = key_groups.quantize(torch.from_numpy(drawn))
+    assert cache.channels is not None
+    channels = torch.from_numpy(cache.channels[[4, 1]]).view(torch.bfloat16)
+    assert torch.equal(channels, torch.stack((middle, half), 2))
+    assert torch.equal(torch.from_numpy(cache.keys[[4, 1]]), packed)
+
+
 @pytest.mark.parametrize("product_level", PRODUCT_LEVELS, indirect=True, scope="function")
 @pytest.mark.parametrize("heads", HEADS)
 def test_bits_do_not_depend_on_steps(product_level: NativeLibrary, heads: tuple[int, int, int]) -> None:

@@ -201,13 +201,3 @@ def test_what_does_not_go_with_it_is_refused_by_name(
     config = msgspec.convert(given, EngineConfig)
     with pytest.raises(ConfigError, match=rf"engine\.{words}"):
         make_plan(plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB))
-
-
-def test_answers_that_forget_are_refused(folder: Path) -> None:
-    asked = plan_input(
-        EngineConfig(cache=CacheConfig(**CACHE)),
-        ModelConfig(path=str(folder)),
-        device="cpu",
-        available_bytes=GIB,
-    )
-    assert "kivi4" in asked.remembers_because
