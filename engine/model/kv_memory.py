@@ -174,8 +174,6 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
         refusal = f"whose heads of {min(odd)} elements are no multiple of {multiple}"
     elif kv_dtype == BY_CHANNEL and spec.bidirectional:
         refusal = "whose queries look ahead of their own block"
-    elif kv_dtype == BY_CHANNEL and any(spec.cache_source(each) != each for each in range(spec.num_layers)):
-        refusal = "of which some layers read the keys of others"
     else:
         return
     raise ConfigError(

@@ -55,6 +55,10 @@ def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     return ""
 
 
+# What an op of attention keeps first: its layer and cache, queries, what they are made of, and own keys.
+_Attended = tuple[Attention, Storage, Floats, Floats, Floats | None]
+
+
 class NativeDecoder:
     """A model whose steps are native programs. Not thread-safe."""
 
@@ -140,14 +144,13 @@ class NativeDecoder:
         for piece in self._pieces[1]:
             op = piece.ops[0]
             if op.name == "attention":
-                attention, cache, q, x = cast("tuple[Attention, Storage, Floats, Floats]", op.keep[:4])
+                attention, cache, q, x, keys = cast("_Attended", op.keep[:5])
                 if read is not None:
                     read(x[:num_tokens])
                 queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
                 own = None
-                if cache.type_name == BY_CHANNEL:
-                    begin = attention.sizes[0]
-                    own = q[:num_tokens, begin : begin + attention.sizes[1]]
+                if keys is not None and cache.type_name == BY_CHANNEL:
+                    own = keys[:num_tokens, : attention.num_kv_heads * queries.shape[2]]
                     own = own.reshape(num_tokens, attention.num_kv_heads, -1)
                 watch(queries, cache, attention.options, own)
             piece.run(self.pool)
@@ -293,6 +296,7 @@ class NativeDecoder:
             copies_slots=self.copies_slots,
         )
         builder.vote_rows, _ = vote_rows(caches)
+        builder.own_keys.know(caches)
         num_layers = len(self.model.layers)
         # What the last layer leaves stays in the stream.
         captured = [

@@ -136,6 +136,7 @@ class Texts:
             cache=cache,
             num_heads=num_heads,
             q_stride=qkv.shape[1],
+            k_stride=qkv.shape[1],
             out_stride=num_heads * dim,
             window=self.options.get("window", 0),
             scale=dim**-0.5,
