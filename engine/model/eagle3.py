@@ -21,6 +21,7 @@ from engine.model.config_reader import ConfigReader
 from engine.model.draft_heads import FLOAT_BYTES, KEY, REMEDY, check_target
 from engine.model.draft_tree import DraftTree
 from engine.model.families.base import attention_biases, decoder_spec
+from engine.model.kv_memory import kv_bytes_per_token, recent_bytes
 from engine.model.layer_spec import DraftHeadSpec, MedusaSpec, PredictionSpec
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader, TensorNames
 from runtime.errors import ConfigError
@@ -156,12 +157,13 @@ class HeadRooms(msgspec.Struct, frozen=True, kw_only=True):
         """Of all rooms, and scratch blocks."""
         return self.num_rooms * self.num_blocks + (0 if self.tree is None else self.tree.num_scratch_blocks)
 
-    def num_bytes(self, head: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -> int:
+    def num_bytes(self, head: ModelSpec, config: EngineConfig, kv_dtype: str) -> int:
         """Bytes of the rooms, and of the features of a step on their way there and of those that are read."""
         assert head.draft_head is not None, "read as a head"
         rows = self.num_rooms * self.num_features + config.scheduler.max_num_batched_tokens
         features = (rows + MAX_READ_TOKENS + self.num_forks) * _feature_bytes(head.draft_head)
-        return features + self.num_all_blocks * config.cache.block_size * kv_bytes_per_token
+        kept = self.num_all_blocks * config.cache.block_size * kv_bytes_per_token(head, kv_dtype)
+        return features + kept + recent_bytes(head, kv_dtype, self.num_rooms + self.num_forks)
 
 
 def _feature_bytes(spec: DraftHeadSpec | MedusaSpec | PredictionSpec) -> int:

@@ -48,5 +48,7 @@ class ForwardBatch:
     # Slots [M, 2] whose keys and values are copied, source to destination, in each layer between the write of
     # the step's own and attention; None where there are none.
     slot_copies: NDArray[np.int64] | None = None
-    # Where each sequence's newest keys lie whole [S], of layers that round them by channel.
+    # Where each sequence's newest keys lie whole [S], of layers that round them by channel (kernels' Step);
+    # and what of these is copied with `slot_copies` [M, 2].
     recent_rows: NDArray[np.int64] | None = None
+    recent_copies: NDArray[np.int64] | None = None

@@ -72,6 +72,13 @@ def recent_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_sequences: int) -> in
     return num_sequences * 2 * KEY_GROUP * 2 * elements
 
 
+def num_slots(config: EngineConfig) -> int:
+    """Sequences whose newest keys there is room for, by their slots of the runner's table, of which lower
+    ones serve first. What is not written takes no memory.
+    """
+    return 2 * config.scheduler.max_num_seqs
+
+
 def kv_shares(spec: ModelSpec, kv_dtypes: Sequence[str], first_layer: int = 0) -> list[KvShare]:
     """The types in use, each with its layers, which count from `first_layer`, and their bytes."""
     stored = [layer for layer in range(spec.num_layers) if spec.cache_shape(layer) is not None]
@@ -167,8 +174,6 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
         refusal = f"whose heads of {min(odd)} elements are no multiple of {multiple}"
     elif kv_dtype == BY_CHANNEL and spec.bidirectional:
         refusal = "whose queries look ahead of their own block"
-    elif kv_dtype == BY_CHANNEL and any(spec.cache_source(each) != each for each in range(spec.num_layers)):
-        refusal = "of which some layers read the keys of others"
     else:
         return
     raise ConfigError(
@@ -176,13 +181,11 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
     )
 
 
-def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str | None, device: str) -> None:
-    """Raises ConfigError for what does not go with keys that are rounded by channel. `drafting`: the type of
-    a draft's keys and values, where something drafts.
-    """
-    if BY_CHANNEL not in kv_dtypes and drafting != BY_CHANNEL:
+def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], device: str) -> None:
+    """Raises ConfigError for what does not go with keys that are rounded by channel."""
+    if BY_CHANNEL not in kv_dtypes:
         return
-    size, speculation, degrees = config.cache.block_size, config.speculation, config.parallel.degrees
+    size = config.cache.block_size
     for key, is_refused, because in (
         (
             "engine.cache.block_size",
@@ -191,21 +194,6 @@ def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], drafting: str
         ),
         ("engine.device", device != "cpu", "CPUs alone compute it; set it to cpu, or kv_dtype to int4"),
         ("engine.native", config.native == "off", "torch has no such keys; set it to auto or required"),
-        (
-            "engine.parallel",
-            degrees.size > 1,
-            "ranks are not told whose keys are whole; set all degrees to 1",
-        ),
-        (
-            "engine.speculation",
-            speculation.method == "lookahead" or bool(speculation.tree),
-            "branches have no newest keys of their own; set method to another one, and tree to []",
-        ),
-        (
-            "engine.cache.kv_dtype",
-            drafting == BY_CHANNEL,
-            "what drafts has no newest keys; set it to int8, and kv_dtype_layers to kivi4",
-        ),
     ):
         if is_refused:
             raise ConfigError(f"{key}: does not go with keys and values of {BY_CHANNEL}: {because}")
@@ -232,7 +220,7 @@ def forgotten_block_bytes(spec: ModelSpec, block_size: int) -> int:
     return sum(each.num_heads * (block_size * (each.key_dim + 4) + 8 * each.key_dim + 4) for each in heads)
 
 
-def remembers_because(spec: ModelSpec, *, has_draft: bool = False, by_channel: bool = False) -> str:
+def remembers_because(spec: ModelSpec, *, has_draft: bool = False) -> str:
     """Why answers of a model may forget no blocks; empty where they may."""
     if spec.pooling is not None or spec.bidirectional:
         return "the model answers nothing that could forget"
@@ -242,6 +230,4 @@ def remembers_because(spec: ModelSpec, *, has_draft: bool = False, by_channel: b
         return "layers of it keep a state, of which no part can be forgotten"
     if any(spec.windows) or any(spec.chunks):
         return "layers of it have a window of their own"
-    if by_channel:
-        return f"keys of {BY_CHANNEL} (engine.cache.kv_dtype) are rounded with the others of their block"
     return "a draft model reads the same blocks" if has_draft else ""

@@ -63,6 +63,11 @@ class LookaheadShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_sequences * each
 
     @property
+    def num_branches(self) -> int:
+        """Of all sequences."""
+        return self.num_sequences * (self.num_columns + self.num_candidates - 1)
+
+    @property
     def num_scratch_blocks(self) -> int:
         """Of all sequences."""
         return self.num_sequences * self.num_blocks

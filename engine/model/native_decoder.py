@@ -30,6 +30,7 @@ from kernels.host import HOST, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, Program, StepStruct
 from kernels.norm.native import NormArgs, norm_op
+from kernels.paged_cache.host import BY_CHANNEL
 from kernels.paged_cache.native import Storage
 from kernels.ranks.native import FORWARD, LOGITS, Ranks
 from kernels.recurrent.native import LARGEST_KEY
@@ -53,6 +54,10 @@ def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:
         return f"blocks of {block_size} tokens are not a power of two up to {LARGEST_BLOCK}"
     return ""
+
+
+# What an op of attention keeps first: its layer and cache, queries, what they are made of, and own keys.
+_Attended = tuple[Attention, Storage, Floats, Floats, Floats | None]
 
 
 class NativeDecoder:
@@ -142,11 +147,15 @@ class NativeDecoder:
         for piece in self._pieces[1]:
             op = piece.ops[0]
             if op.name == "attention":
-                attention, cache, q, x = cast("tuple[Attention, Storage, Floats, Floats]", op.keep[:4])
+                attention, cache, q, x, keys = cast("_Attended", op.keep[:5])
                 if read is not None:
                     read(x[:num_tokens])
                 queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
-                watch(queries, cache, attention.options)
+                own = None
+                if keys is not None and cache.type_name == BY_CHANNEL:
+                    own = keys[:num_tokens, : attention.num_kv_heads * queries.shape[2]]
+                    own = own.reshape(num_tokens, attention.num_kv_heads, -1)
+                watch(queries, cache, attention.options, own)
             piece.run(self.pool)
 
     def _body_of_step(self) -> Program:
@@ -191,6 +200,7 @@ class NativeDecoder:
         if batch.slot_copies is not None:
             assert self.copies_slots, "said before the first step"
             step.num_slot_copies, step.slot_copies = len(batch.slot_copies), _address(batch.slot_copies)
+            step.recent_copies = None if batch.recent_copies is None else _address(batch.recent_copies)
         step.recent_rows = None if batch.recent_rows is None else _address(batch.recent_rows)
         if batch.windows is not None:
             kept = self._window_step
@@ -289,6 +299,7 @@ class NativeDecoder:
             copies_slots=self.copies_slots,
         )
         builder.vote_rows, _ = vote_rows(caches)
+        builder.own_keys.know(caches)
         num_layers = len(self.model.layers)
         # What the last layer leaves stays in the stream.
         captured = [
@@ -326,7 +337,7 @@ class NativeDecoder:
 
     def _without_adapters(self, ops: Sequence[Op]) -> Program:
         """What steps without adapters or copies run, which leaves their operations out."""
-        plain = [op for op in ops if not op.name.startswith(("adapter_", "copy_slots"))]
+        plain = [op for op in ops if not op.name.startswith(("adapter_", "copy_slots", "copy_recent"))]
         return Program(self.library, plain)
 
 

@@ -150,8 +150,7 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def remembers_because(self) -> str:
         """Why answers may forget no blocks; empty where they may."""
-        by_channel = self.config.cache.shares_full_blocks_alone
-        return remembers_because(self.whole, has_draft=self.has_draft_model, by_channel=by_channel)
+        return remembers_because(self.whole, has_draft=self.has_draft_model)
 
     @property
     def num_weights(self) -> int:
@@ -260,17 +259,18 @@ def workspace_bytes(given: PlanInput) -> int:
     # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
     sampling = 0 if spec.pooling is not None else rows * spec.vocab_size * (4 + 4 + 8 + 4)
     beside = _shared_bytes(given, num_logit_rows(given.config)) + _scratch_bytes(given)
-    beside += recent_bytes(spec, given.kv_dtypes, scheduler.max_num_seqs)
     return max(dense + attention, sampling) + tokens * spec.hidden_size * 4 + beside
 
 
 def _scratch_bytes(given: PlanInput) -> int:
-    """Blocks in which branches of texts are computed."""
-    branches = branch_shape(given.config)
+    """Blocks in which branches of texts are computed, and the newest keys of texts and branches."""
+    branches, types = branch_shape(given.config), given.kv_dtypes
+    num_texts = given.config.scheduler.max_num_seqs
     if branches is None:
-        return 0
-    per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, given.kv_dtypes)
-    return branches.num_scratch_blocks * per_block
+        return recent_bytes(given.spec, types, num_texts)
+    per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, types)
+    newest = recent_bytes(given.spec, types, num_texts + branches.num_branches)
+    return branches.num_scratch_blocks * per_block + newest
 
 
 def _shared_bytes(given: PlanInput, rows: int) -> int:
@@ -415,8 +415,7 @@ def _room_bytes(given: PlanInput, head: ModelSpec) -> int:
     """What a head keeps of sequences, or heads compute with."""
     if isinstance(head.draft_head, MedusaSpec):
         return medusa_bytes(head, given.config)
-    per_token = kv_bytes_per_token(head, given.kv_dtype)
-    return HeadRooms.of(head, given.config).num_bytes(head, given.config, per_token)
+    return HeadRooms.of(head, given.config).num_bytes(head, given.config, given.kv_dtype)
 
 
 def _check_cache(given: PlanInput) -> None:
@@ -427,8 +426,8 @@ def _check_cache(given: PlanInput) -> None:
     if LARGEST_BLOCK % size:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
     check_forgotten_bytes(given.spec, given.config.cache)
-    drafting = None if given.draft is None else given.kv_dtype
-    check_channels(given.config, given.whole_kv_dtypes, drafting, given.device)
+    drafts = () if given.draft is None else (given.kv_dtype,)
+    check_channels(given.config, (*given.whole_kv_dtypes, *drafts), given.device)
     if given.draft is not None:
         check_kv_dtype(given.draft.spec, given.kv_dtype)
 
@@ -465,7 +464,8 @@ def _draft_workspace(given: PlanInput, per_token: int) -> int:
     """Bytes of the blocks and states in which a draft model runs ahead."""
     assert given.draft is not None, "it drafts"
     scratch = num_scratch_blocks(given.config) * given.config.cache.block_size * per_token
-    return scratch + draft_states_bytes(given.draft.spec, given.config)
+    newest = recent_bytes(given.draft.spec, given.kv_dtype, given.config.scheduler.max_num_seqs)
+    return scratch + newest + draft_states_bytes(given.draft.spec, given.config)
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.model.altup_ops import StreamBuffers, advance, gather, spread
 from engine.model.joined_ops import feed_joined
+from engine.model.own_keys import OwnKeys
 from engine.model.per_layer_ops import add_input, read_rows
 from engine.model.rank_meetings import Meetings
 from engine.model.records import (
@@ -40,7 +41,7 @@ from kernels.host import Values, address_of, empty, row_stride
 from kernels.linear.packed import gemm_args, make_workspace, product_ops
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.norm.native import NormArgs, norm_op
-from kernels.paged_cache.native import CopySlotsArgs, Storage, describe, key_group_ops
+from kernels.paged_cache.native import CopySlotsArgs, Storage, describe
 from kernels.ranks.native import Ranks
 from kernels.rope.native import QK_NORMS, VALUE_KINDS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 
@@ -71,6 +72,7 @@ class ProgramBuilder:
         self.ops: list[Op] = []
         self.ranks = ranks
         self._copies_slots = copies_slots
+        self.own_keys = OwnKeys(library, copies_slots=copies_slots)
         self.meetings = None if ranks is None else Meetings(ranks)
         self.max_tokens = max_tokens
         self._buffers: dict[tuple[str, int], Floats] = {}
@@ -286,6 +288,7 @@ class ProgramBuilder:
     def finish(self) -> None:
         """Lets the last change join the stream, and makes one of several."""
         self.enter(None)
+        self.ops += self.own_keys.rest()
         if self.streams is not None and self.model.stream_ends is not None:
             gather(self, self.model.stream_ends, self.streams)
 
@@ -332,19 +335,24 @@ class ProgramBuilder:
     def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
         width = sum(attention.sizes)
-        qkv = self.buffer("qkv", width + attention.num_gates)
+        qkv = self.buffer(self.own_keys.room(attention, cache), width + attention.num_gates)
         mixed = self.buffer("mixed", attention.mixed_size)
         self.product(attention.qkv, x, qkv, False)
-        self.rotate(attention, cache, qkv)
-        self._copy_slots(cache)
-        keys = qkv[:, attention.sizes[0] :]
-        ops, keep = key_group_ops(self.library, self._step_of(cache), cache, keys)
-        self.ops += ops
-        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x, keys)
-        self.ops += keep
+        self.attend_own(attention, cache, qkv, mixed, x)
         if attention.num_gates:
             add_gate(self, mixed, qkv[:, width:], attention.gate_kind, attention.num_gates)
         self.product_of_parts(attention.output, mixed, out, join)
+
+    def attend_own(
+        self, attention: Attention, cache: Storage, qkv: Floats, mixed: Floats, x: Floats | None = None
+    ) -> None:
+        """Rotation, cache write and `attend`, of queries, keys and values that were projected from x."""
+        self.rotate(attention, cache, qkv)
+        self._copy_slots(cache)
+        keys, ops, keep = self.own_keys.around(attention, cache, qkv, self._step_of(cache))
+        self.ops += ops
+        self.attend(attention, cache, attention.num_kv_heads, qkv, mixed, attention.sinks, x, keys)
+        self.ops += keep
 
     def attend(
         self,
@@ -370,6 +378,7 @@ class ProgramBuilder:
             cache=describe(cache),
             num_heads=attention.num_heads,
             q_stride=row_stride(q),
+            k_stride=0 if keys is None else row_stride(keys),
             out_stride=row_stride(mixed),
             window=options.window or 0,
             chunk=options.chunk or 0,
@@ -378,7 +387,7 @@ class ProgramBuilder:
             ahead=options.ahead,
             vote_row=self.vote_rows.get(id(cache), 0),
         )
-        self.add("attention", args, attention, cache, q, x, mixed)
+        self.add("attention", args, attention, cache, q, x, keys, mixed)
 
     def _plan_of(self, num_heads: int, num_kv_heads: int, width: int, block_size: int) -> NativeAttentionPlan:
         """The plan of layers of a kind, whose heads have `width` elements together, made for the step."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.native_decoder import NativeDecoder
-from engine.runner.kv_storage import KvStorage
+from engine.runner.kv_storage import KvStorage, SlotMoves
 from engine.runner.outcomes import LogitRows, Sampled, num_confirmed, sampling_rows
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.branches import DRAFTS, BranchRows
@@ -57,7 +57,7 @@ def draw_with_branches(
         moves.append(branches.moves(index, held))
         _move_features(model, rows[own], rows[path])
     if moves:
-        storage.copy_slots(np.concatenate(moves))
+        storage.copy_slots(SlotMoves.of(moves))
     step.logits = logits[:count]
     step.drawn = Drawn(
         tokens=drawn.tokens[:count],

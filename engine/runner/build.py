@@ -25,6 +25,7 @@ from engine.model.draft_heads import draft_config
 from engine.model.draft_tree import DraftTree, branch_shape
 from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
+from engine.model.kv_memory import num_slots
 from engine.model.kv_scorer import find_scorer, unscored_because
 from engine.model.layer_spec import MedusaSpec, PredictionSpec
 from engine.model.loader import load_here, load_in_subprocess
@@ -119,8 +120,8 @@ def build(
         "host_blocks": plan.num_host_blocks(config.cache.host_bytes),
     }
     storage = _storage(given, plan, storage_options | {"kv_dtype": given.kv_dtypes}, group)
-    # By slots of the table, of which lower ones serve first; what is not written takes no memory.
-    storage.keep_newest_keys(2 * config.scheduler.max_num_seqs)
+    branches = branch_shape(config)
+    storage.keep_newest_keys(num_slots(config) + (0 if branches is None else branches.num_branches))
     draft = _drafter(given, load, plan, decoder, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
@@ -336,6 +337,8 @@ def _branch_room(config: EngineConfig, storage: KvStorage) -> BranchRoom | None:
         blocks_each=branches.num_blocks,
         num_slots=branches.num_sequences,
         most_rows=config.scheduler.max_num_batched_tokens,
+        first_recent=num_slots(config),
+        recent_each=branches.num_branches // branches.num_sequences,
     )
 
 
@@ -402,6 +405,7 @@ def _head(
     head.share_embedding(target.record)
     options = {**storage_options, "host_blocks": 0}
     storage = KvStorage(draft.spec, num_blocks=rooms.num_all_blocks, **options)
+    storage.keep_newest_keys(rooms.num_rooms + rooms.num_forks)
     return HeadDrafter(head, target, storage, rooms)
 
 
@@ -423,17 +427,10 @@ def _draft_model(
     )
     # Its contents follow from the tokens, so nothing of it is kept on the host.
     options = {**storage_options, "device": device, "host_blocks": 0}
-    return DraftModel(
-        model,
-        attention,
-        KvStorage(
-            spec,
-            num_blocks=plan.num_blocks + num_scratch,
-            num_states=num_draft_states(spec, given.config),
-            **options,
-        ),
-        num_scratch_blocks=num_scratch,
-    )
+    num_states = num_draft_states(spec, given.config)
+    storage = KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, num_states=num_states, **options)
+    storage.keep_newest_keys(num_slots(given.config))
+    return DraftModel(model, attention, storage, num_scratch_blocks=num_scratch)
 
 
 def _set_threads(num_threads: int) -> None:

@@ -132,13 +132,16 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
     num_blocks = -(-ends // block_size)
     columns = np.arange(int(num_blocks.max()))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
-    tables, context_lens = _without_hidden(inputs.states[first:], starts, ends, tables, block_size)
+    hidden = _num_hidden(inputs.states[first:], starts)
+    tables, context_lens = _without_hidden(inputs.states[first:], hidden, ends, tables, block_size)
     ragged = RaggedBatch(
         query_starts=query_starts, context_lens=context_lens, block_tables=tables, block_size=block_size
     )
+    recent_rows = storage.recent_rows(slots, hidden)
     if branches is not None:
         branches.fill(rows[:, total:])
         ragged = branches.behind(ragged)
+        recent_rows = np.concatenate((recent_rows, [path.recent for path in branches.paths]))
         owners = np.concatenate((owners, np.repeat(slots[branches.members], branches.lens)))
     token_ids, padded_positions, cache_slots, *window_slots = on_device(rows, model.device)
     return ForwardBatch(
@@ -150,13 +153,25 @@ def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, mode
         adapters=_adapters_of(table, owners, rows.shape[1]),
         states=_states_of(scheduled, table, slots, starts, query_starts) if storage.num_states else None,
         slot_copies=None if branches is None else branches.slot_copies,
-        recent_rows=storage.recent_rows(slots),
+        recent_rows=recent_rows,
+        recent_copies=None if branches is None else branches.recent_copies,
+    )
+
+
+def _num_hidden(states: Sequence[SequenceState], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Blocks [S] that rows from `starts` [S] on do not look at."""
+    return np.array(
+        [
+            0 if each.kept is None else each.kept.num_hidden(int(start))
+            for each, start in zip(states, starts, strict=True)
+        ],
+        np.int64,
     )
 
 
 def _without_hidden(
     states: Sequence[SequenceState],
-    starts: NDArray[np.int64],
+    hidden: NDArray[np.int64],
     ends: NDArray[np.int64],
     tables: NDArray[np.int64],
     block_size: int,
@@ -165,13 +180,6 @@ def _without_hidden(
     does not look at. Those behind move up, so that any back end can do it: what a position adds to attention
     it has in its keys, and whole blocks keep the order and the masks.
     """
-    hidden = np.array(
-        [
-            0 if each.kept is None else each.kept.num_hidden(int(start))
-            for each, start in zip(states, starts, strict=True)
-        ],
-        np.int64,
-    )
     if not hidden.any():
         return tables, ends
     for row in np.flatnonzero(hidden).tolist():
@@ -237,7 +245,7 @@ def _branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> Bran
     room, found = table.branch_room, BranchRows()
     if room is None:
         return None
-    num_rows = int(inputs.query_starts[-1])
+    num_rows = found.first_row = int(inputs.query_starts[-1])
     for member, (sequence, state) in enumerate(zip(inputs.scheduled, inputs.states, strict=True)):
         branches, state.draft.branches = state.draft.branches, ()
         if not branches:
@@ -248,8 +256,11 @@ def _branches(inputs: StepInputs, table: SequenceTable, block_size: int) -> Bran
         if not branches or num_rows + wanted > room.most_rows:
             continue
         num_rows += wanted
-        root = SlotPath(table.blocks[state.slot], block_size)
-        found.add(member, branches, sequence.draft_token_ids, last, root, room.of(state.slot))
+        root = SlotPath(
+            table.blocks[state.slot], block_size, last, int(inputs.query_starts[member]), 2 * state.slot
+        )
+        rooms = room.of(state.slot), room.recent_of(state.slot)
+        found.add(member, branches, sequence.draft_token_ids, last, root, *rooms)
     return found if found.branches else None
 
 

@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -127,6 +127,21 @@ if TYPE_CHECKING:
     from kernels.paged_cache.store import LayerCache
 
 
+class SlotMoves(NamedTuple):
+    """Copies (source, destination), none of which is both, in main memory [M, 2]: slots; and of keys that are
+    rounded by channel their places among the newest, and blocks of which the last slot is copied.
+    """
+
+    slots: NDArray[np.int64]
+    recents: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, parts: Sequence[SlotMoves]) -> SlotMoves:
+        """All of them."""
+        return cls(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
 class KvStorage:
     """A LayerCache for each layer, and room for `host_blocks` blocks and `host_states` states in host memory
     (the offload tier). On a CPU the memory of `ahead_blocks` blocks beyond those in use is had from the
@@ -169,12 +184,15 @@ class KvStorage:
         # Keys and values (HostCache for the native kernels, else LayerCache), a StateCache, or both; a layer
         # without memory of its own has that of another one.
         self.layers: list[Any] = []
+        # Keys and values, each once.
+        self._kept: list[Any] = []
         self._tensors: list[Any] = []
         self._window_tensors: list[Any] = []
         self._states: list[Any] = []
         for index, own in enumerate(by_layer(kv_dtype, spec.num_layers)):
             source = spec.cache_source(index)
             self.layers.append(self.layers[source] if source != index else self._layer(spec, index, own))
+        self._by_channel = [each for each in self._kept if getattr(each, "channels", None) is not None]
         self._transfers: BlockTransfers | None = None
         if host_blocks:
             self._transfers = _transfers(self._tensors, host_blocks, device)
@@ -200,6 +218,7 @@ class KvStorage:
                 else _torch_layer(shape, kv_dtype, self._device)
             )
             layer.in_windows = in_windows
+            self._kept.append(layer)
             (self._window_tensors if in_windows else self._tensors).extend(layer.tensors())
         if spec.state is None or index not in spec.state.layers:
             return layer
@@ -257,23 +276,28 @@ class KvStorage:
 
     def keep_newest_keys(self, num_sequences: int) -> None:
         """Room for the newest keys of so many sequences, whole, in the layers that round them by channel."""
-        for layer in self.layers:
-            if getattr(layer, "channels", None) is not None:
-                layer.keep_newest_keys(num_sequences)
-                self._num_recent = num_sequences
+        for layer in self._by_channel:
+            layer.keep_newest_keys(num_sequences)
+            self._num_recent = num_sequences
 
-    def recent_rows(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Where the newest keys of sequences in slots [S] of the table are whole; None where none are."""
-        if not self._num_recent:
-            return None
-        assert slots.max(initial=0) < self._num_recent, f"{self._num_recent} sequences"
-        return slots
+    def recent_rows(
+        self, slots: NDArray[np.int64], num_left: NDArray[np.int64] | int = 0
+    ) -> NDArray[np.int64]:
+        """Where the newest keys of sequences in slots [S] of the table are whole, in the layers that round
+        them by channel, here or in another rank; of tables that left so many blocks [S] out.
+        """
+        if self._num_recent:
+            assert slots.max(initial=0) < self._num_recent, f"{self._num_recent} sequences"
+        return 2 * slots + num_left % 2
 
-    def copy_slots(self, pairs: NDArray[np.int64]) -> None:
-        """Keys and values of slots [M, 2] (source, destination), none of which is both, in main memory."""
-        (sources, targets), size = pairs.T, self.block_size
-        for tensor in self._tensors:
-            tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]
+    def copy_slots(self, moves: SlotMoves) -> None:
+        """Keys and values of slots, in main memory."""
+        size = self.block_size
+        for layer in self._kept:
+            _copy_places(layer.by_slot(), moves.slots, size)
+        for layer in self._by_channel:
+            _copy_places([layer.recent], moves.recents, size)
+            _copy([layer.keys, layer.channels], moves.blocks)
 
     def copy_states(self, pairs: _Pairs) -> None:
         """Slots of states (source, destination); all sources are read first."""
@@ -324,7 +348,14 @@ def _give_back(tensors: Sequence[Any], blocks: Sequence[int], prefault: Prefault
                 advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
-def _copy(tensors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+def _copy_places(tensors: Sequence[Any], pairs: NDArray[np.int64], size: int) -> None:
+    """Places (source, destination) of blocks of `size`, whose axes are those of keys."""
+    sources, targets = pairs.T
+    for tensor in tensors:
+        tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]
+
+
+def _copy(tensors: Sequence[Any], pairs: _Pairs | NDArray[np.int64]) -> None:
     """Rows of every tensor, (source, destination); all sources are read first."""
     index = np.array(pairs, np.int64).T.copy()
     for tensor in tensors:

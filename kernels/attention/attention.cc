@@ -397,7 +397,7 @@ class Worker {
     const uint16_t* recent = recent_of(cache_, step_.recent_rows[sequence], index, head);
     const float* q = products_.plain().row(row);
     for (int64_t at = std::max(index * kKeyGroup, first_visible(position)); at <= position; ++at) {
-      const float* key = args_.k + (token - (position - at)) * args_.q_stride + head * key_dim_;
+      const float* key = args_.k + (token - (position - at)) * args_.k_stride + head * key_dim_;
       Vec total = zero();
       for (int64_t i = 0; i < key_dim_; i += kLanes) {
         const Mask m = first(key_dim_ - i);

@@ -29,12 +29,12 @@ struct AttentionArgs {
   const Step* step;
   AttentionPlan* plan;
   const float* q;  // rows of H * D floats, q_stride floats apart
-  const float* k;  // kivi4: the step's own keys, rows of K * D floats, q_stride floats apart (paged_cache/key_groups.h)
+  const float* k;  // kivi4: the step's own keys, rows of K * D floats, k_stride floats apart (paged_cache/key_groups.h)
   float* out;      // rows of H * E floats, out_stride floats apart
   const float* sinks;  // [H] scores that attend to nothing, or null
   KvCache cache;
   int64_t num_heads;  // H
-  int64_t q_stride;
+  int64_t q_stride, k_stride;
   int64_t out_stride;
   int64_t window;  // positions looked back on, the query's own included; 0 is all
   int64_t chunk;   // positions that form a chunk: none before the query's own is looked at; 0: there are none

@@ -24,6 +24,7 @@ extern "C" void decode_inputs(const DecodeArgs& args, int thread, int) {
         // Those behind the one that it leaves move up.
         std::copy(table + args.sinks[i] + 1, table + column, table + args.sinks[i]);
         args.context_lens[i] -= args.block_size;
+        args.recent_rows[i] ^= 1;
         --column;
       }
       table[column] = block;

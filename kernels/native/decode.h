@@ -24,6 +24,7 @@ struct DecodeArgs {
   // Blocks in front of those that a sequence leaves one of wherever it begins another; -1 where it looks at the same
   // ones as long as steps follow. Null where nobody leaves any, as in models whose layers have windows.
   const int64_t* sinks;  // [S]
+  int64_t* recent_rows;   // [S] as in Step
   // The runner's table of sequences (engine/runner/sequence_table.py).
   const int64_t* rows;   // [S] each sequence's slot, all different
   int64_t* tokens;       // [N, L] has room for the token that is drawn

@@ -39,7 +39,12 @@ struct Step {
   int64_t num_slot_copies;        // M
   const int64_t* slot_copies;     // [M, 2] slots whose keys and values are read and written, behind the step's own
   const Votes* votes;             // [S], or null where nobody votes
-  const int64_t* recent_rows;     // [S] where each sequence's newest keys lie whole (KvCache::recent), or null
+  // Where each sequence's newest keys lie whole [S] (KvCache::recent), or null: twice the number of its pair of blocks, plus
+  // one where odd blocks of its table come first.
+  const int64_t* recent_rows;
+  // [M, 2] the same of slot_copies: places in KvCache::recent that are written, from others (those complemented) or from rows
+  // on the token axis.
+  const int64_t* recent_copies;
 };
 
 }  // namespace millrace

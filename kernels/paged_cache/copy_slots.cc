@@ -9,7 +9,8 @@ int64_t bits_of(int64_t type) {
   switch (type) {
     case kKvFloat32: return 32;
     case kKvBfloat16: return 16;
-    case kKvInt4: return 4;
+    case kKvInt4:
+    case kKvKivi4: return 4;
     default: return 8;
   }
 }
@@ -29,15 +30,16 @@ extern "C" void copy_slots(const CopySlotsArgs& args, int thread, int num_thread
   const Step& step = *args.step;
   const KvCache& cache = args.cache;
   const int64_t size = cache.block_size, bits = bits_of(cache.type);
+  const bool by_channel = cache.type == kKvKivi4;
   const Range mine = share(step.num_slot_copies, thread, num_threads);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const int64_t source = step.slot_copies[2 * i], target = step.slot_copies[2 * i + 1];
     for (int64_t head = 0; head < cache.num_heads; ++head) {
       const int64_t from = (source / size * cache.num_heads + head) * size + source % size;
       const int64_t to = (target / size * cache.num_heads + head) * size + target % size;
-      copy_row(cache.keys, cache.key_dim * bits / 8, from, to);
+      if (!by_channel) copy_row(cache.keys, cache.key_dim * bits / 8, from, to);
       if (cache.values) copy_row(cache.values, cache.value_dim * bits / 8, from, to);
-      if (cache.scales) copy_row(cache.scales, 2 * sizeof(float), from, to);
+      if (cache.scales) copy_row(cache.scales, (by_channel ? 1 : 2) * sizeof(float), from, to);
     }
   }
 }

@@ -45,7 +45,7 @@ class HostCache:
     # Whether its blocks are those of layers with a window, where others have none.
     in_windows: bool = False
     # Of kivi4, in bits of bfloat16: middle and half a step of each channel of a full block [N, K, 2, D]; and
-    # the keys of each sequence's newest two blocks [R, 2, K, P, D].
+    # the keys of each sequence's newest two blocks, one behind the other [2 R, K, P, D].
     channels: NDArray[np.uint16] | None = None
     recent: NDArray[np.uint16] | None = None
 
@@ -54,10 +54,15 @@ class HostCache:
         parts = (self.keys, self.scales, self.values, self.channels)
         return [part for part in parts if part is not None]
 
+    def by_slot(self) -> list[NDArray[Any]]:
+        """Those whose third axis is slots of a block. Keys of kivi4 are of their block."""
+        parts = (None if self.channels is not None else self.keys, self.scales, self.values)
+        return [part for part in parts if part is not None]
+
     def keep_newest_keys(self, num_sequences: int) -> None:
         """Room for the newest keys of so many sequences."""
         num_heads, block_size, num_bytes = self.keys.shape[1:]
-        self.recent = empty((num_sequences, 2, num_heads, block_size, 2 * num_bytes), np.uint16)
+        self.recent = empty((2 * num_sequences, num_heads, block_size, 2 * num_bytes), np.uint16)
 
     def wide_keys(self, blocks: NDArray[np.int64]) -> NDArray[np.float32]:
         """Keys [B, K, P, D] of some blocks [B], as they were but for what their type has rounded. Those of
@@ -81,6 +86,33 @@ class HostCache:
             keys *= self.scales[blocks][..., :1]
         wide: NDArray[np.float32] = keys @ _turned_back(keys.shape[3]) if self.type_name == "int4" else keys
         return wide
+
+    def newest_keys(self, recent_row: int, index: int) -> NDArray[np.float32]:
+        """Whole keys [K, P, D] of block `index` of a history (recent_of in key_groups.h)."""
+        assert self.recent is not None, "of kivi4, with room for them"
+        return _widened(self.recent[recent_row ^ index & 1])
+
+    def put_keys(self, keys: NDArray[np.float32], blocks: NDArray[np.int64]) -> None:
+        """Rounds keys [B, K, P, D] of full blocks [B] by channel, as key_groups.cc does."""
+        assert self.channels is not None, "of kivi4"
+        least, most = keys.min(2), keys.max(2)
+        middles = _narrowed(least * np.float32(0.5) + most * np.float32(0.5))
+        middle = _widened(middles)
+        halves = _narrowed(np.maximum(most - middle, middle - least) / np.float32(15))
+        half = _widened(halves)
+        steps = np.where((half > 0) & (half < np.inf), half, np.float32(1))
+        levels = (keys - middle[:, :, None]) / steps[:, :, None]
+        codes = np.clip(np.rint((levels + 15) * np.float32(0.5)), 0, 15).astype(np.uint8)
+        codes = codes.reshape(*keys.shape[:3], -1, 2, 4)
+        self.keys[blocks] = (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*keys.shape[:3], -1)
+        self.channels[blocks] = np.stack((middles, halves), axis=2)
+
+
+def _narrowed(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest numbers of bfloat16, of two the even one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -1,6 +1,7 @@
 #include "paged_cache/key_groups.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "native/simd.h"
 #include "paged_cache/codes.h"
@@ -111,5 +112,27 @@ extern "C" void keep_recent(const KeyGroupsArgs& args, int thread, int num_threa
   }
 }
 
+extern "C" void copy_recent(const KeyGroupsArgs& args, int thread, int num_threads) {
+  const Step& step = *args.step;
+  const KvCache& cache = args.cache;
+  const int64_t dim = cache.key_dim, heads = cache.num_heads;
+  const Range mine = share(step.num_slot_copies * heads, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t* pair = step.recent_copies + unit / heads * 2;
+    const int64_t head = unit % heads;
+    const auto at = [&](int64_t place) {
+      return cache.recent + ((place / kKeyGroup * heads + head) * kKeyGroup + place % kKeyGroup) * dim;
+    };
+    uint16_t* to = at(pair[1]);
+    if (pair[0] < 0) {
+      std::memcpy(to, at(~pair[0]), dim * sizeof(uint16_t));
+      continue;
+    }
+    const float* key = args.keys + pair[0] * args.key_stride + head * dim;
+    for (int64_t i = 0; i < dim; i += kLanes) store_bf16(to + i, first(dim - i), load(key + i, first(dim - i)));
+  }
+}
+
 MILLRACE_OP(close_groups, KeyGroupsArgs)
+MILLRACE_OP(copy_recent, KeyGroupsArgs)
 MILLRACE_OP(keep_recent, KeyGroupsArgs)

@@ -11,8 +11,9 @@
 
 namespace millrace {
 
-// Two ops: `close_groups` rounds the blocks that the step fills, between rope_cache and attention; `keep_recent`, behind
-// attention, keeps the keys of the step's newest two blocks whole.
+// `close_groups` rounds the blocks that the step fills, between rope_cache and attention; `keep_recent`, behind attention,
+// keeps the keys of the step's newest two blocks whole. Where the step copies slots, `copy_recent` comes before both, and
+// copies whole keys of the same positions.
 // Shape letters: T tokens, K kv heads, D key dim.
 struct KeyGroupsArgs {
   const Step* step;
@@ -21,9 +22,12 @@ struct KeyGroupsArgs {
   int64_t key_stride;
 };
 
-// Where a sequence's whole keys of block `index` of its history begin, for one head: [kKeyGroup, D].
-inline uint16_t* recent_of(const KvCache& cache, int64_t sequence_row, int64_t index, int64_t head) {
-  const int64_t row = (2 * sequence_row + index % 2) * cache.num_heads + head;
+// Where whole keys of block `index` of a history lie, by Step::recent_rows: a row of KvCache::recent, [K, P, D].
+inline int64_t recent_block(int64_t recent_row, int64_t index) { return recent_row ^ (index & 1); }
+
+// Where these begin for one head: [kKeyGroup, D].
+inline uint16_t* recent_of(const KvCache& cache, int64_t recent_row, int64_t index, int64_t head) {
+  const int64_t row = recent_block(recent_row, index) * cache.num_heads + head;
   return cache.recent + row * kKeyGroup * cache.key_dim;
 }
 

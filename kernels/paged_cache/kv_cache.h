@@ -25,7 +25,7 @@ struct KvCache {
   void* values;        // [N, K, P, E]; null: the first shared_value_dim elements of a key are its value
   float* scales;       // int8, int4, float8: [N, K, P, 2] of the key, of the value; kivi4: [N, K, P] of the value; else null
   uint16_t* channels;  // kivi4: bfloat16 [N, K, 2, D], middle and half a step of each channel; else null
-  uint16_t* recent;    // kivi4: bfloat16 [R, 2, K, P, D], keys of the newest two blocks of each sequence; else null
+  uint16_t* recent;    // kivi4: bfloat16 [2 R, K, P, D], keys of the newest two blocks of each sequence; else null
   int64_t type;        // KvType
   int64_t num_heads;   // K
   int64_t block_size;  // P, a power of two up to 256

@@ -71,15 +71,18 @@ def describe(cache: Any) -> Any:
     )
 
 
-def key_group_ops(library: NativeLibrary, step: int, cache: Any, keys: Any) -> tuple[list[Op], list[Op]]:
+def key_group_ops(
+    library: NativeLibrary, step: int, cache: Any, keys: Any, *, copies_slots: bool = False
+) -> tuple[list[Op], list[Op]]:
     """Of keys by channel what comes before attention and what behind it; `step` is an address, `keys`
     [T, K * D] float32 those of the step, rotated. Nothing of other types.
     """
     if cache.type_name != BY_CHANNEL:
         return [], []
     args = KeyGroupsArgs(step=step, cache=describe(cache), keys=address_of(keys), key_stride=row_stride(keys))
-    close, keep = (Op(library, name, args, cache, keys) for name in ("close_groups", "keep_recent"))
-    return [close], [keep]
+    names = ("copy_recent", "close_groups", "keep_recent")
+    *before, keep = (Op(library, name, args, cache, keys) for name in names[not copies_slots :])
+    return before, [keep]
 
 
 def _is_contiguous(part: Values) -> bool:

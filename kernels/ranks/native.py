@@ -121,7 +121,7 @@ class RanksShape:
     @property
     def num_array_elements(self) -> int:
         """Of the step's arrays, all of them int64, but for the rows of logits."""
-        return 3 * self.max_tokens + 2 * self.max_sequences + 1 + self.max_sequences * self.max_columns
+        return 3 * self.max_tokens + 3 * self.max_sequences + 1 + self.max_sequences * self.max_columns
 
     @property
     def state_rooms(self) -> tuple[int, ...]:
@@ -291,12 +291,14 @@ class Ranks:
         return int(self._numbers[5])
 
     def arrays(self) -> tuple[NDArray[np.int64], ...]:
-        """A forward's token ids, positions and slots [T], query starts [S + 1], context lengths [S] and block
-        tables [S, C], where the leader has put them; they hold until the step is computed.
+        """A forward's token ids, positions and slots [T], query starts [S + 1], context lengths and rows of
+        newest keys [S] and block tables [S, C], where the leader has put them; they hold until the step is
+        computed.
         """
         tokens, sequences, columns = (int(each) for each in self._numbers[1:4])
-        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences * columns)
-        rooms = (*3 * (self.shape.max_tokens,), self.shape.max_sequences + 1, self.shape.max_sequences, 0)
+        most = self.shape.max_sequences
+        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences, sequences * columns)
+        rooms = (*3 * (self.shape.max_tokens,), most + 1, most, most, 0)
         found, begin = [], self._places.arrays
         for size, room in zip(sizes, rooms, strict=True):
             found.append(self._view(begin, (size,), np.int64))

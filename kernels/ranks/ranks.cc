@@ -185,6 +185,7 @@ extern "C" void rank_step(const RankStepArgs& args, int thread, int) {
       to = copy(each, step.num_tokens, args.most_tokens, to);
     to = copy(step.query_starts, step.num_sequences + 1, args.most_sequences + 1, to);
     to = copy(step.context_lens, step.num_sequences, args.most_sequences, to);
+    to = step.recent_rows ? copy(step.recent_rows, step.num_sequences, args.most_sequences, to) : to + args.most_sequences;
     copy(step.block_tables, step.num_sequences * step.max_blocks, 0, to);
     if (step.num_adapter_blocks) {
       const int64_t* last = step.adapter_blocks + 3 * (step.num_adapter_blocks - 1);
@@ -224,6 +225,7 @@ extern "C" void rank_micro_batch(const RankMicroBatchArgs& args, int thread, int
   own.query_starts = args.query_starts;
   own.context_lens = args.context_lens;
   own.block_tables = step.block_tables + first * step.max_blocks;
+  own.recent_rows = step.recent_rows ? step.recent_rows + first : nullptr;
   pick_adapters(args, rows);
   if (step.state_slots) pick_states(args, rows, first);
 }

@@ -25,8 +25,8 @@ struct RankStepArgs {
   uint32_t* words;
   // What kind of step it is, T, S, C, R, messages that are to be read before it, B, and P; P is -1 where sequences have no states.
   int64_t* numbers;
-  // [T] token_ids, positions, slots, each with room for most_tokens; [S + 1] query_starts and [S] context_lens for
-  // most_sequences; [S, C] block_tables.
+  // [T] token_ids, positions, slots, each with room for most_tokens; [S + 1] query_starts, [S] context_lens and [S]
+  // recent_rows for most_sequences; [S, C] block_tables.
   int64_t* arrays;
   int64_t* rows;  // [R] logit_rows
   int64_t* adapter_rows;    // [A], with room for most_tokens

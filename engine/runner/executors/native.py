@@ -114,6 +114,8 @@ class NativeDecode:
             args.window_slots = _address(batch.windows.slots)
             args.window_tables = _address(batch.windows.block_tables)
         args.sinks = None if last.sinks is None else _address(last.sinks)
+        assert batch.recent_rows is not None, "as all batches of the runner's table"
+        args.recent_rows = _address(batch.recent_rows)
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
         args.blocks, args.block_columns = _address(table.blocks), table.blocks.shape[1]

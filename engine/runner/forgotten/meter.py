@@ -42,6 +42,7 @@ class MeasuredRow:
     tokens: slice
     blocks: NDArray[np.int64]  # of what it looks at
     num_seen: int  # tokens in them, up to the row's last
+    recent: int  # where its newest keys are whole (ForwardBatch.recent_rows)
     shares: NDArray[np.float64]  # [T] sums over heads
 
 
@@ -53,8 +54,8 @@ class LossMeter:
         self._layers = {id(cache): index for index, cache in enumerate(caches)}
         self._num_heads = 0
 
-    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
-        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
+    def watch(self, q: Any, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
+        """See Watcher."""
         queries = q if isinstance(q, np.ndarray) else q.float().cpu().numpy()
         num_heads = queries.shape[1]
         self._num_heads += num_heads
@@ -62,12 +63,15 @@ class LossMeter:
             if row.forgotten.is_partial:
                 row.shares += num_heads
                 continue
-            keys = keys_of(cache, row.blocks)[:, : row.num_seen]  # [K, C, D]
             own = queries[row.tokens] * np.float32(options.scale)
-            num_tokens, num_kv = own.shape[0], keys.shape[0]
+            num_tokens, num_kv = own.shape[0], cache.keys.shape[1]
             own = own.reshape(num_tokens, num_kv, -1, own.shape[2]).swapaxes(0, 1)
             own = np.ascontiguousarray(own.reshape(num_kv, -1, own.shape[3]))  # [K, T * G, D]
-            scores = capped(own @ keys.swapaxes(1, 2), options.soft_cap)
+            if keys is None:
+                scores = own @ keys_of(cache, row.blocks)[:, : row.num_seen].swapaxes(1, 2)  # [K, T * G, C]
+            else:
+                scores = _scores_by_channel(own, row, cache, keys[row.tokens])
+            scores = capped(scores, options.soft_cap)
             ends = row.num_seen - num_tokens + np.arange(num_tokens)
             hidden = np.arange(row.num_seen) > np.repeat(ends, own.shape[1] // num_tokens)[:, None]
             # What was rounded of the scores that are seen comes off their sum.
@@ -86,11 +90,30 @@ class LossMeter:
         return {member: tuple(np.minimum(shares, 1.0).tolist()) for member, shares in found.items()}
 
 
+def _scores_by_channel(own: Floats, row: MeasuredRow, cache: Any, new: Floats) -> Floats:
+    """Scores [K, T * G, C] of queries [K, T * G, D] where keys are rounded by channel: of a query's own block
+    they are whole, `new` [T, K, D] those of the row itself.
+    """
+    num_tokens, size = new.shape[0], cache.block_size
+    first, full = row.num_seen - num_tokens, row.num_seen // size
+    begin = first // size * size
+    scores = np.zeros((*own.shape[:2], row.num_seen), np.float32)
+    scores[:, :, : full * size] = own @ keys_of(cache, row.blocks[:full]).swapaxes(1, 2)
+    before = cache.newest_keys(row.recent, first // size)[:, : first - begin]
+    whole = own @ np.concatenate((before, new.swapaxes(0, 1)), 1).swapaxes(1, 2)
+    blocks = np.arange(begin, row.num_seen) // size
+    is_own = np.repeat(blocks[first - begin :], own.shape[1] // num_tokens)[:, None] == blocks
+    scores[:, :, begin:] = np.where(is_own, whole, scores[:, :, begin:])
+    return scores
+
+
 class Watcher(Protocol):
     """Who sees queries before they attend."""
 
-    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
-        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
+    def watch(self, q: Any, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
+        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them; `keys` [T, K, D]
+        are these, whole, where the cache rounds them by channel.
+        """
 
 
 class Reader(Protocol):
@@ -109,10 +132,10 @@ class WatchedAttention:
         self._attention, self._watchers = attention, watchers
         self.read = None if reader is None else reader.read
 
-    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
+    def watch(self, q: Any, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
         """See Watcher."""
         for each in self._watchers:
-            each.watch(q, cache, options)
+            each.watch(q, cache, options, keys)
 
     def plan(self, batch: Any, device: Any) -> Any:
         """See AttentionBackend."""
@@ -146,6 +169,7 @@ def meter_of(
                     tokens=slice(first, end),
                     blocks=blocks,
                     num_seen=num_seen,
+                    recent=0 if batch.recent_rows is None else int(batch.recent_rows[member]),
                     shares=np.zeros(end - first),
                 )
             )

@@ -27,6 +27,7 @@ from engine.runner.forgotten.meter import ForgottenKeys, gathered, keys_of
 from engine.types import ChosenTokens
 from kernels.attention.native_ops import VOTE, vote_rows
 from kernels.attention.ragged import AttentionOptions
+from kernels.paged_cache.host import HostCache
 
 # Queries that vote together beside torch's attention, counted from the first voter.
 _TOGETHER = 64
@@ -155,8 +156,8 @@ class VoteCounter:
         for row in rows:
             row.votes.open(num_rows)
 
-    def watch(self, q: Any, cache: Any, options: AttentionOptions) -> None:
-        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them."""
+    def watch(self, q: Any, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
+        """See Watcher."""
         for row in self._rows:
 
             def keys_until(count: int, row: _VotingRow = row) -> Any:
@@ -247,13 +248,17 @@ def _keys_of_others(
 
 def _copy(cache: Any, blocks: NDArray[np.int64], chosen: NDArray[np.int64], fresh: NDArray[np.int64]) -> None:
     """Tokens [K, M] of blocks [B] into fresh ones, as they are stored, with their scales. They are read row
-    by row, and written in whole blocks.
+    by row, and written in whole blocks. Keys by channel are rounded once more, with the others of their new
+    block.
     """
     size, num_kv = cache.block_size, len(chosen)
     rows: Any = (blocks[chosen // size] * num_kv + np.arange(num_kv)[:, None]) * size + chosen % size
     rows = rows.reshape(num_kv, fresh.size, size).swapaxes(0, 1).ravel()
     into: Any = fresh
-    tensors = cache.tensors()
+    tensors = cache.by_slot() if isinstance(cache, HostCache) else cache.tensors()
+    if isinstance(cache, HostCache) and cache.channels is not None:
+        keys = np.take_along_axis(keys_of(cache, blocks), chosen[..., None], 1)
+        cache.put_keys(keys.reshape(num_kv, fresh.size, size, -1).swapaxes(0, 1), fresh)
     if not isinstance(tensors[0], np.ndarray):
         import torch
 

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.model.back_end import Model
 from engine.model.checkpoint import LoadRequest
 from engine.model.expert_places import ExpertMove
+from engine.model.kv_memory import num_slots
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, num_logit_rows
 from engine.model.spec import CheckpointError
@@ -76,8 +77,9 @@ class RankTask:
     level: str
     request: LoadRequest
     shape: RanksShape
-    # Options of its KvStorage.
+    # Options of its KvStorage, and sequences whose newest keys it keeps.
     storage: dict[str, Any]
+    num_slots: int
 
 
 def ranks_shape(given: PlanInput, plan: MemoryPlan) -> RanksShape:
@@ -125,6 +127,7 @@ class RankGroup:
             "block_size": plan.block_size,
             "num_states": plan.num_states,
         }
+        self._num_slots = num_slots(given.config)
         self._kv_dtypes = given.whole_kv_dtypes
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
@@ -147,9 +150,15 @@ class RankGroup:
                 connection = self._spawn(memory)
                 own = self._request(request, rank)
                 storage = self._storage | {"kv_dtype": own.shard.of_layers(self._kv_dtypes)}
-                connection.send(
-                    RankTask(rank=rank, level=library.level, request=own, shape=self._shape, storage=storage)
+                task = RankTask(
+                    rank=rank,
+                    level=library.level,
+                    request=own,
+                    shape=self._shape,
+                    storage=storage,
+                    num_slots=self._num_slots,
                 )
+                connection.send(task)
             self._ranks = Ranks(library, self._shape, 0, memory)
         except OSError as error:
             self.close()

@@ -95,7 +95,9 @@ class Follower:
         self._num_read += 1
 
     def _batch(self) -> ForwardBatch:
-        token_ids, positions, slots, query_starts, context_lens, block_tables = self._ranks.arrays()
+        token_ids, positions, slots, query_starts, context_lens, recent_rows, block_tables = (
+            self._ranks.arrays()
+        )
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
@@ -108,6 +110,7 @@ class Follower:
             ),
             adapter_rows=self._ranks.adapter_rows(),
             states=self._ranks.states(),
+            recent_rows=recent_rows,
         )
 
 
@@ -136,6 +139,7 @@ def serve(connection: Connection, memory: int) -> None:
     assert isinstance(model, NativeDecoder), "with a library"
     linears = native_slots(model, task.request.config.adapters, dtype=task.request.dtype)
     storage = KvStorage(task.request.spec, device=HOST, **task.storage)
+    storage.keep_newest_keys(task.num_slots)
     connection.send((READY, modules_of(linears)))
     adapters = RankAdapters(linears, connection)
     follower = Follower(model, storage, ranks, connection, adapters, kept)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.runner.kv_storage import SlotMoves
 from kernels.attention.ragged import RaggedBatch
 
 # The parent of a branch that begins at the sequence's last token or at a draft of the plan.
@@ -49,32 +50,72 @@ class BranchRoom:
     blocks_each: int
     num_slots: int
     most_rows: int
+    # The first of the rows of newest keys, and how many each has.
+    first_recent: int
+    recent_each: int
 
     def of(self, slot: int) -> Iterator[int]:
         """A slot's blocks."""
         first = self.first_block + slot * self.blocks_each
         return iter(range(first, first + self.blocks_each))
 
+    def recent_of(self, slot: int) -> Iterator[int]:
+        """A slot's rows of newest keys, as in ForwardBatch."""
+        first = self.first_recent + slot * self.recent_each
+        return iter(range(2 * first, 2 * (first + self.recent_each), 2))
+
 
 class SlotPath:
-    """Where a history lies: its blocks, and from where on it is not its parent's."""
+    """Where a history lies: its blocks, from where on it is computed in the step and not its parent's, by
+    which rows, and where its newest keys lie whole.
+    """
 
     def __init__(
-        self, table: NDArray[np.int64], size: int, begin: int = 0, parent: SlotPath | None = None
+        self,
+        table: NDArray[np.int64],
+        size: int,
+        begin: int,
+        row: int,
+        recent: int,
+        parent: SlotPath | None = None,
     ) -> None:
         self.table, self.size, self.begin, self.parent = table, size, begin, parent
+        self.row, self.recent = row, recent
 
     def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots of positions in these blocks."""
         found: NDArray[np.int64] = self.table[positions // self.size] * self.size + positions % self.size
         return found
 
-    def origins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots into which the rows of positions write themselves."""
+    def recents(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places of whole keys of positions, where they are among the newest."""
+        found: NDArray[np.int64] = (self.recent ^ (positions // self.size & 1)) * self.size
+        return found + positions % self.size
+
+    def origins(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slots into which the rows of positions write themselves, and their keys' places."""
         if self.parent is None or not positions.size or positions[0] >= self.begin:
-            return self.slots(positions)
-        is_own = positions >= self.begin
-        return np.concatenate((self.parent.origins(positions[~is_own]), self.slots(positions[is_own])))
+            return self.slots(positions), self.recents(positions)
+        before, own = self._apart(positions)
+        parts = zip(self.parent.origins(before), (self.slots(own), self.recents(own)), strict=True)
+        slots, recents = (np.concatenate(part) for part in parts)
+        return slots, recents
+
+    def sources(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where attention of the step finds their keys whole, as in ForwardBatch.recent_copies."""
+        before, own = self._apart(positions)
+        earlier = ~self.recents(before) if self.parent is None else self.parent.sources(before)
+        return np.concatenate((earlier, self.row + own - self.begin))
+
+    def _apart(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those that are its parent's, or before the step, and its own."""
+        return positions[positions < self.begin], positions[positions >= self.begin]
+
+
+def _elsewhere(sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[M, 2] of pairs, those that are two."""
+    pairs = np.stack((sources, targets), axis=1)
+    return np.asarray(pairs[sources != targets])
 
 
 @dataclass(kw_only=True)
@@ -89,8 +130,11 @@ class BranchRows:
     begins: list[int] = field(default_factory=list)
     texts: list[tuple[int, ...]] = field(default_factory=list)
     paths: list[SlotPath] = field(default_factory=list)
-    # (source, destination) slots, in parts.
+    # (source, destination) slots, in parts; and the same of whole keys.
     copies: list[NDArray[np.int64]] = field(default_factory=list)
+    whole_copies: list[NDArray[np.int64]] = field(default_factory=list)
+    # Of the step where theirs begin, and how many there are.
+    first_row: int = 0
     num_rows: int = 0
     # Likeliest token behind each branch that is no draft, in their order; known once the step is computed.
     guessed: list[int] = field(default_factory=list)
@@ -103,9 +147,10 @@ class BranchRows:
         last: int,
         root: SlotPath,
         blocks: Iterator[int],
+        recents: Iterator[int],
     ) -> None:
         """Branches of a sequence whose last token is at the position `last`, with the plan's drafts behind
-        it.
+        it; `recents` have a row of newest keys for each.
         """
         first = len(self.branches)
         for branch in branches:
@@ -117,9 +162,11 @@ class BranchRows:
             end = begin + len(branch.tokens)
             first_block = begin // root.size
             own = [next(blocks) for _ in range(first_block, -(-end // root.size))]
-            path = SlotPath(np.concatenate((parent.table[:first_block], own)), root.size, begin, parent)
+            table, row = np.concatenate((parent.table[:first_block], own)), self.first_row + self.num_rows
+            path = SlotPath(table, root.size, begin, row, next(recents), parent)
             others = np.arange(first_block * root.size, begin)
-            self.copies.append(np.stack((parent.origins(others), path.slots(others)), axis=1))
+            self.copies.append(np.stack((parent.origins(others)[0], path.slots(others)), axis=1))
+            self.whole_copies.append(np.stack((parent.sources(others), path.recents(others)), axis=1))
             self.members.append(member)
             self.parents.append(index)
             self.branches.append(branch)
@@ -160,18 +207,27 @@ class BranchRows:
             block_size=ragged.block_size,
         )
 
-    def moves(self, index: int, num_tokens: int) -> NDArray[np.int64]:
-        """[M, 2] slots from which so many tokens behind the last one, as a branch has them, move to where
-        they are the sequence's own.
+    def moves(self, index: int, num_tokens: int) -> SlotMoves:
+        """From where so many tokens behind the last one, as a branch has them, move to where they are the
+        sequence's own.
         """
         path = root = self.paths[index]
         while root.parent is not None:
             root = root.parent
         first = self.begins[index] - self.branches[index].num_shared
         positions = np.arange(first, first + num_tokens)
-        pairs = np.stack((path.origins(positions), root.slots(positions)), axis=1)
-        is_elsewhere = pairs[:, 0] != pairs[:, 1]
-        return np.asarray(pairs[is_elsewhere])
+        slots, recents = path.origins(positions)
+        full = np.arange(first // root.size, (first + num_tokens) // root.size)
+        return SlotMoves(
+            _elsewhere(slots, root.slots(positions)),
+            _elsewhere(recents, root.recents(positions)),
+            _elsewhere(path.table[full], root.table[full]),
+        )
+
+    @property
+    def recent_copies(self) -> NDArray[np.int64]:
+        """[M, 2] the same of whole keys, as in ForwardBatch."""
+        return np.ascontiguousarray(np.concatenate(self.whole_copies))
 
     @property
     def slot_copies(self) -> NDArray[np.int64]:

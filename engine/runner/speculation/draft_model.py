@@ -165,10 +165,9 @@ class _Tails(Tails):
         slots = slots + positions % self.block_size
         states = self._states(live, query_starts)
         self.starts[live] += spans
-        padding = -owner.size % ROW_MULTIPLE
 
         def padded(values: NDArray[np.int64], fill: int) -> Values:
-            return on_device(np.pad(values, (0, padding), constant_values=fill), device)
+            return on_device(np.pad(values, (0, -values.size % ROW_MULTIPLE), constant_values=fill), device)
 
         return ForwardBatch(
             token_ids=padded(token_ids, 0),
@@ -181,6 +180,7 @@ class _Tails(Tails):
                 block_size=self.block_size,
             ),
             states=states,
+            recent_rows=self.drafter.storage.recent_rows(self.slots[live]),
         )
 
     def _states(self, live: NDArray[np.int64], query_starts: NDArray[np.int64]) -> StateRows | None:

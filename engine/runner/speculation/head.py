@@ -23,7 +23,7 @@ from engine.model.eagle3 import MAX_READ_TOKENS, HeadRooms
 from engine.model.eagle3_native import NativeDraftHead
 from engine.model.forward_batch import ForwardBatch
 from engine.model.native_decoder import NativeDecoder
-from engine.runner.kv_storage import KvStorage
+from engine.runner.kv_storage import KvStorage, SlotMoves
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.features import FeatureDrafter
 from engine.runner.speculation.running_ahead import Tails, run_ahead
@@ -51,6 +51,8 @@ class HeadDrafter(FeatureDrafter):
         # Places that are filled, in blocks of this order.
         self.held = np.zeros(rooms.num_rooms, np.int64)  # [N]
         self.blocks = np.arange(rooms.num_rooms * rooms.num_blocks).reshape(rooms.num_rooms, -1)  # [N, B]
+        # Of each, blocks that have gone.
+        self.gone = np.zeros(rooms.num_rooms, np.int64)  # [N]
 
     def forget(self, rooms: NDArray[np.int64]) -> None:
         """See FeatureDrafter."""
@@ -80,23 +82,27 @@ class HeadDrafter(FeatureDrafter):
             return
         self.blocks[room] = np.roll(self.blocks[room], -gone)
         self.held[room] -= gone * size
+        self.gone[room] += gone
 
 
 class _Ends(Tails):
     """See Tails: where the rooms of sequences end."""
 
-    by_row = (*Tails.by_row, "positions", "places", "blocks", "hidden")
+    by_row = (*Tails.by_row, "positions", "places", "blocks", "hidden", "recents")
 
     def __init__(
         self, drafter: HeadDrafter, states: Sequence[SequenceState], most: int, table: SequenceTable
     ) -> None:
         self.drafter, self.states, self.table, self.most = drafter, states, table, most
+        self.num_texts = len(states)
         self.slots = np.array([state.slot for state in states], np.int64)
         self.outputs = table.num_tokens[self.slots] - np.array([each.num_prompt for each in states], np.int64)
         self.is_read = np.zeros(len(states), np.bool_)
         # Of the next forward: the first position of each, and its place.
         self.positions = np.zeros(len(states), np.int64)
         self.places = np.zeros(len(states), np.int64)
+        # Where the newest keys of each lie whole, once it is known what is read (kernels' Step).
+        self.recents = np.zeros(len(states), np.int64)
         # Blocks of each once it is known what is read, and scratch blocks of rooms that were not taken yet.
         self.blocks = np.zeros((0, 0), np.int64)
         self.scratch: dict[int, Iterator[int]] = {}
@@ -122,6 +128,7 @@ class _Ends(Tails):
             drafter.read[room] = self.positions[row] + span
             drafter.held[room] += span
         self.blocks = drafter.blocks[self.slots]
+        self.recents = drafter.storage.recent_rows(self.slots, drafter.gone[self.slots])
         return np.array(live, np.int64), np.array(spans, np.int64)
 
     def logits(
@@ -152,7 +159,7 @@ class _Ends(Tails):
     def fork(self, rows: Sequence[int], num_ahead: Sequence[int]) -> None:
         """See Tails: what lies in the block in which a branch goes on is copied into its own."""
         drafter, first = self.drafter, len(self.states)
-        size, copies = drafter.storage.block_size, []
+        size, copies, whole_copies = drafter.storage.block_size, [], []
         super().fork(rows, num_ahead)
         for row, (parent, count) in enumerate(zip(rows, num_ahead, strict=True), first):
             room, place, table = int(self.slots[row]), int(self.places[row]), self.blocks[row]
@@ -163,7 +170,14 @@ class _Ends(Tails):
             copies.append(
                 np.stack([blocks[begin] * size + within for blocks in (self.blocks[parent], table)], axis=1)
             )
-        drafter.storage.copy_slots(np.concatenate(copies))
+            # Whole keys of forks lie behind those of rooms.
+            fork = drafter.rooms.num_rooms + row - self.num_texts
+            self.recents[row] = 2 * fork + self.recents[parent] % 2
+            pair = self.recents[[parent, row]] ^ begin % 2
+            whole_copies.append(pair * size + within[:, None])
+        drafter.storage.copy_slots(
+            SlotMoves(np.concatenate(copies), np.concatenate(whole_copies), np.zeros((0, 2), np.int64))
+        )
 
     def _batch(
         self,
@@ -186,4 +200,5 @@ class _Ends(Tails):
                 block_tables=blocks[live],
                 block_size=size,
             ),
+            recent_rows=self.recents[live],
         )

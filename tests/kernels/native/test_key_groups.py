@@ -81,7 +81,7 @@ class Texts:
             options=options,
         )
 
-    def run(self, spans: Iterable[Span], recent_rows: list[int] | None = None) -> list[Tensor]:
+    def run(self, spans: Iterable[Span]) -> list[Tensor]:
         """One step of these spans: what attention gives each, [T, H, D]."""
         spans = list(spans)
         num_heads, num_kv, dim = self.heads
@@ -97,7 +97,8 @@ class Texts:
         starts = np.cumsum([0, *(end - start for _, start, end in spans)])
         lens = np.array([end for *_, end in spans])
         tables = np.ascontiguousarray(self.tables[[which for which, *_ in spans]])
-        rows = np.array([which for which, *_ in spans] if recent_rows is None else recent_rows)
+        # The second one's odd blocks come first, as where a table has left one out.
+        rows = np.array([2 * which + which % 2 for which, *_ in spans])
         step = StepStruct(
             num_tokens=len(qkv),
             num_sequences=len(spans),
@@ -135,6 +136,7 @@ class Texts:
             cache=cache,
             num_heads=num_heads,
             q_stride=qkv.shape[1],
+            k_stride=qkv.shape[1],
             out_stride=num_heads * dim,
             window=self.options.get("window", 0),
             scale=dim**-0.5,
@@ -206,6 +208,21 @@ def test_is_what_the_reference_says(
     torch.testing.assert_close(
         stored, key_groups.dequantize(*key_groups.quantize(blocks)), atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 300.0])
+def test_chosen_keys_are_rounded_as_the_reference_says(scale: float) -> None:
+    """On the host, to the bit."""
+    shape = {"num_blocks": 5, "block_size": KEY_GROUP, "num_heads": 3, "key_dim": 48, "value_dim": 16}
+    cache = allocate_host_layer(**shape, shared_value_dim=0, type_name="kivi4")
+    drawn = np.random.default_rng(4).standard_normal((2, 3, KEY_GROUP, 48), np.float32) * np.float32(scale)
+    drawn[..., ::7] += 5
+    cache.put_keys(drawn, np.array([4, 1]))
+    packed, middle, half = key_groups.quantize(torch.from_numpy(drawn))
+    assert cache.channels is not None
+    channels = torch.from_numpy(cache.channels[[4, 1]]).view(torch.bfloat16)
+    assert torch.equal(channels, torch.stack((middle, half), 2))
+    assert torch.equal(torch.from_numpy(cache.keys[[4, 1]]), packed)
 
 
 @pytest.mark.parametrize("product_level", PRODUCT_LEVELS, indirect=True, scope="function")

@@ -239,9 +239,10 @@ def test_a_step_arrives_as_it_was_handed_over(native: NativeLibrary) -> None:
     forward, logits = leader.step_op(step, FORWARD), leader.step_op(head, LOGITS)
     assert not follower.wait(0.001)
     for tokens, sequences, columns in ((70, 5, 7), (1, 1, 1), (8, 2, 3)):
-        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences * columns)
+        sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences, sequences * columns)
         arrays = [random.integers(0, 1 << 40, size) for size in sizes]
-        names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables")
+        by_sequence = ("query_starts", "context_lens", "recent_rows")
+        names = ("token_ids", "positions", "slots", *by_sequence, "block_tables")
         for name, array in zip(names, arrays, strict=True):
             setattr(step, name, array.ctypes.data)
         step.num_tokens, step.num_sequences, step.max_blocks = tokens, sequences, columns

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +58,10 @@ class KnowingDrafter(Drafter):
         if len(rest) < 8:
             return ()
         wrong = tuple((token + 1) % 199 for token in rest)
-        # One is shorter than the plan's drafts.
-        held = known % 5, known // 2 % 5, known // 3 % 4
-        beyond = held[0] >= 1 and known % 7 < 3
+        # One is shorter than the plan's drafts. Which holds at a place of a block differs by text.
+        turn = known + state.num_prompt
+        held = turn % 5, turn // 2 % 5, turn // 3 % 4
+        beyond = held[0] >= 1 and turn % 7 < 3
         self.held[state.slot] = NUM_DRAFTS if beyond else max(held)
         drafts, *others = [(rest[:each] + wrong[each:])[:NUM_DRAFTS] for each in held]
         if state.sampling.temperature == 0.0:
@@ -99,7 +101,7 @@ class KnowingDrafter(Drafter):
             self.num_guessed += 3
 
 
-def jobs_of(num_tokens: int, *, speculate: bool) -> list[Job]:
+def jobs_of(num_tokens: int, *, speculate: bool, first: int = 0) -> list[Job]:
     """Texts that end anywhere in a block."""
     return [
         Job(
@@ -108,7 +110,7 @@ def jobs_of(num_tokens: int, *, speculate: bool) -> list[Job]:
             sampling=SAMPLINGS[index % 3],
             speculate=speculate,
         )
-        for index in range(6)
+        for index in range(first, first + 6)
     ]
 
 
@@ -126,20 +128,28 @@ def opened(folder: Path, **options: object) -> ModelRunner:
         {"cache": {"block_size": 4, "kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}}},
         {"cache": {"block_size": 16, "kv_dtype": "fp8"}},
         {"cache": {"block_size": 8}, "dtype": "bfloat16"},
+        {"cache": {"block_size": 64, "kv_dtype": "kivi4", "kv_dtype_layers": {"1": "int8"}}},
     ],
 )
 def test_what_holds_of_a_branch_is_the_answer(folder: Path, options: dict[str, object]) -> None:
-    """Greedy, sampled and with penalties; in scratch blocks that were filled with NaN before."""
+    """Greedy, sampled and with penalties; in scratch blocks that were filled with NaN before; and beyond the
+    end of a block.
+    """
     with closing(opened(folder, **options)) as runner:
-        plain = Driver(runner, seed=1).run(jobs_of(NUM_TOKENS + 12, speculate=False))
-        drafter = KnowingDrafter([job.prompt + job.output for job in plain])
+        size = runner.storage.block_size
+        firsts = (0,) if size < NUM_TOKENS else range(size - 28, size - 10, 6)
+        asked = [jobs_of(NUM_TOKENS + 12, speculate=False, first=first) for first in firsts]
+        plain = [Driver(runner, seed=1).run(jobs) for jobs in asked]
+        drafter = KnowingDrafter([job.prompt + job.output for jobs in plain for job in jobs])
         runner.proposer.drafter = drafter
-        drafted = Driver(runner, seed=2).run(jobs_of(NUM_TOKENS, speculate=True))
-    for one, other in zip(plain, drafted, strict=True):
+        asked = [jobs_of(NUM_TOKENS, speculate=True, first=first) for first in firsts]
+        drafted = [Driver(runner, seed=2).run(jobs) for jobs in asked]
+    answers = list(chain(*drafted))
+    for one, other in zip(chain(*plain), answers, strict=True):
         assert other.output[:NUM_TOKENS] == one.output[:NUM_TOKENS]
         assert other.logprobs == one.logprobs[: len(other.logprobs)]
     # All that was known was taken.
-    assert totals(drafted)[1] == drafter.num_expected > 100
+    assert totals(answers)[1] == drafter.num_expected > 100
     assert drafter.num_guessed > 30
 
 

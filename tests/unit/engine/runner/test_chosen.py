@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from contract.retention import Retention
-from engine.config import CacheConfig, SchedulerConfig
+from engine.config import CacheConfig, KvDtype, SchedulerConfig
 from engine.runner.forgotten.votes import LayerVotes, Votes, choose, chosen_of
 from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -188,12 +188,14 @@ def answer(
     output: Sequence[int] = (),
     n: int = 1,
     budget: int = 48,
+    max_model_len: int = 256,
+    kv_dtype: KvDtype = "auto",
 ) -> tuple[dict[int, list[int]], ChoiceStatistics]:
     """Tokens by choice, and the last one's statistics."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=budget),
-        CacheConfig(),
-        memory_plan(runner.storage.num_blocks, BLOCK, 256),
+        CacheConfig(kv_dtype=kv_dtype),
+        memory_plan(runner.storage.num_blocks, runner.storage.block_size, max_model_len),
         model="m",
     )
     request = Request(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import transformers
 
@@ -19,6 +20,7 @@ from contract.retention import Retention
 from engine.config import AdaptersConfig, CacheConfig, SchedulerConfig
 from engine.runner.base import PendingStep
 from engine.runner.runner import ModelRunner
+from engine.runner.speculation.head import HeadDrafter
 from engine.scheduler import Scheduler
 from engine.speculation_config import SpeculationConfig
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -353,16 +355,46 @@ def test_answers_that_forget_look_at_the_same_blocks(
     assert_equal(drafting, plain, requests, num_blocks=70, max_num_seqs=5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "kivi4"])
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
     target_folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:
     """Also those of a head itself, and of branches; of a layer that keeps the model's own, too."""
     cache = {"kv_dtype": kind, "kv_dtype_layers": {"0": "auto"}}
+    if kind == "kivi4":
+        cache["block_size"] = 64
     with opened(target_folder, None, cache=cache) as plain:
         for method in ("eagle3", "lookahead", "eagle3 tree"):
             with opened(target_folder, speculation_of(method, trained_head), cache=cache) as drafting:
                 assert_equal(drafting, plain, requests_of(lessons))
+                # Beyond the end of a block, whatever its size.
+                longer = [request_of(number, lesson.ids[:45]) for number, lesson in enumerate(lessons)]
+                assert_equal(drafting, plain, longer)
+
+
+def test_newest_keys_of_a_head_stay_with_their_blocks(
+    target_folder: Path, trained_head: Callable[..., Path]
+) -> None:
+    """When the oldest blocks of its room make place, one or several."""
+    cache = {"kv_dtype": "kivi4", "block_size": 64}
+    with opened(target_folder, speculation_of("eagle3", trained_head), cache=cache) as runner:
+        drafter = runner.proposer.drafter
+        assert isinstance(drafter, HeadDrafter)
+        room, size = np.array([0]), runner.storage.block_size
+
+        def places() -> dict[int, int]:
+            """By block of the room: which row of whole keys is its own."""
+            row = int(drafter.storage.recent_rows(room, drafter.gone[room])[0])
+            blocks = drafter.blocks[0, : -(-int(drafter.held[0]) // size)].tolist()
+            return {block: row ^ index & 1 for index, block in enumerate(blocks)}
+
+        for num_new in (20, 100, 150):
+            drafter.held[0] = drafter.rooms.num_blocks * size - 10
+            before = places()
+            drafter.make_place(0, num_new)
+            after = places()
+            assert 0 < len(after) < len(before)
+            assert after == {block: before[block] for block in after}
 
 
 def test_rows_with_adapters_draft_beside_those_without(

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.model.eagle3 import HeadRooms, read_head_spec
 from engine.model.forward_batch import ForwardBatch
-from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.runner.runner import ModelRunner
@@ -324,7 +323,7 @@ def test_the_plan_counts_the_head_and_its_rooms(folder: Path, head: Path) -> Non
     weights = weights_bytes(given.draft.weights, given.dtype)
     assert plan.weights_bytes == without.weights_bytes + weights
     rooms, spec = HeadRooms.of(given.draft.spec, config), given.draft.spec
-    extra = rooms.num_bytes(spec, config, kv_bytes_per_token(spec, given.kv_dtype))
+    extra = rooms.num_bytes(spec, config, given.kv_dtype)
     # More logits, too: those of drafts are verified.
     assert plan.workspace_bytes >= without.workspace_bytes + extra
     assert plan.kv_bytes_per_token == without.kv_bytes_per_token

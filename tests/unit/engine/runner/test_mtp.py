@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.model.eagle3 import HeadRooms
-from engine.model.kv_memory import kv_bytes_per_token
 from engine.model.mtp import MTP, read_trained_predictor
 from engine.model.plan import make_plan, plan_input, weights_bytes
 from engine.runner.speculation.head import HeadDrafter
@@ -226,7 +225,7 @@ def test_the_plan_counts_the_layer_and_its_rooms(folder: Path) -> None:
     assert given.draft.weights.num_weights == layer
     assert plan.weights_bytes == without.weights_bytes + weights_bytes(given.draft.weights, given.dtype)
     rooms, spec = HeadRooms.of(given.draft.spec, config), given.draft.spec
-    extra = rooms.num_bytes(spec, config, kv_bytes_per_token(spec, given.kv_dtype))
+    extra = rooms.num_bytes(spec, config, given.kv_dtype)
     assert plan.workspace_bytes >= without.workspace_bytes + extra
     assert (plan.kv_bytes_per_token, plan.num_blocks) == (without.kv_bytes_per_token, without.num_blocks)
     smaller = EngineConfig(speculation=predicting_speculation(), quantize="int8")

@@ -185,6 +185,36 @@ def test_a_stage_takes_the_types_of_its_own_layers(tmp_path: Path) -> None:
     assert bits(answers(open_runner(tmp_path, native="required", cache=cache), num_tokens=4)) != alone
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "degrees"),
+    [
+        ("llama", {"num_hidden_layers": 3}, (1, 1, 2)),
+        ("mistral-window", {"num_hidden_layers": 3}, (1, 1, 3)),
+        ("mixtral", {}, (1, 2, 1)),
+        ("llama", {}, (2, 1, 1)),
+        ("llama-mqa", {"num_hidden_layers": 3}, (2, 1, 2)),
+    ],
+)
+def test_keys_by_channel_are_whole_in_every_rank(
+    case: str, changes: dict[str, Any], degrees: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Prompts in chunks, in micro-batches of stages, and answers that go on into another block; then beside
+    layers by token, which the first stage has alone.
+    """
+    model_type, others = CASES[case]
+    make_checkpoint(tmp_path, model_type, **{**others, **changes, "head_dim": 16})
+    whole = {"kv_dtype": "kivi4", "block_size": 64}
+    for cache in (whole, whole | {"kv_dtype_layers": {"0": "int8"}}):
+        # A number that falls on the other side of a level's edge may change a later token.
+        sizes = {"num_tokens": 40 if degrees[0] == 1 else 1, "chunk": 61}
+        ours = answers(shared(tmp_path, *degrees, cache=cache), **sizes)
+        theirs = answers(open_runner(tmp_path, native="required", cache=cache), **sizes)
+        if degrees[0] == 1:
+            assert bits(ours) == bits(theirs)
+        else:
+            assert_near(ours, theirs, BFLOAT16_TOLERANCE)
+
+
 def test_experts_that_are_quantized_are_spread_as_they_are(tmp_path: Path) -> None:
     """Blocks of MXFP4, all experts' in one tensor; a head of codes is not cut."""
     model_type, changes = CASES["gpt-oss"]

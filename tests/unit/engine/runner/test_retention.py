@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from contract.retention import Retention
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, KvDtype, SchedulerConfig
 from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
@@ -102,6 +102,7 @@ def generate(
     asked_of: Sequence[tuple[list[int], Retention | None]] = (),
     max_num_batched_tokens: int = 48,
     max_model_len: int = 256,
+    kv_dtype: KvDtype = "auto",
     **sampling: Any,
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str]]:
     """Tokens by (request, choice), and preemptions by cause; NaN in all that nobody holds. The last request
@@ -112,8 +113,8 @@ def generate(
         SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens, long_prefill_tokens=32, max_num_seqs=max_num_seqs
         ),
-        CacheConfig(prefix_caching=prefix_caching),
-        memory_plan(runner.storage.num_blocks, BLOCK, max_model_len),
+        CacheConfig(prefix_caching=prefix_caching, kv_dtype=kv_dtype),
+        memory_plan(runner.storage.num_blocks, runner.storage.block_size, max_model_len),
         model="m",
         num_host_blocks=num_host_blocks,
     )

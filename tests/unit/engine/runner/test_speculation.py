@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,14 +74,16 @@ def test_output_is_the_same_with_and_without(runner: ModelRunner) -> None:
     assert sum(job.num_steps for job in drafted) < sum(job.num_steps for job in plain)
 
 
-def test_draft_model_agrees_with_itself(folder: Path) -> None:
+@pytest.mark.parametrize("cache", [{}, {"kv_dtype": "kivi4", "block_size": 64}], ids=["auto", "kivi4"])
+def test_draft_model_agrees_with_itself(folder: Path, cache: dict[str, Any]) -> None:
     """The target as its own draft: nearly every draft is accepted, sampled ones included, so the draws are
-    coupled.
+    coupled; and what it keeps of its keys has the bits of the target's, beyond the end of a block.
     """
     jobs = generated(
         folder,
-        jobs_of(speculate=True),
+        [replace(job, num_tokens=45) for job in jobs_of(speculate=True)],
         speculation=SpeculationConfig(method="draft_model", draft_model=str(folder), min_acceptance=0.0),
+        cache=cache,
     )
     drafted, accepted = sum(job.num_drafted for job in jobs), sum(job.num_accepted for job in jobs)
     assert drafted > 100

@@ -1,0 +1,131 @@
+"""Answers that forget keys which are rounded by channel: the same however they came about, and they are told
+what that loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from contract.retention import Retention
+from engine.runner.runner import ModelRunner
+from engine.types import ChoiceStatistics
+from kernels.paged_cache.host import KEY_GROUP
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.runner.driver import open_runner, prompt_of
+from tests.unit.engine.runner.test_chosen import NUM_TOKENS, answer
+from tests.unit.engine.runner.test_retention import generate
+
+CACHE: dict[str, Any] = {"kv_dtype": "kivi4", "block_size": KEY_GROUP}
+LENGTH = 640
+SIZES: dict[str, Any] = {"kv_dtype": "kivi4", "max_model_len": LENGTH}
+ASKED: list[tuple[list[int], Retention | None]] = [
+    (prompt_of(450, 199, seed=1), Retention(policy="snapkv", keep=0.4)),
+    (prompt_of(410, 199, seed=2), Retention(policy="h2o", window_tokens=1)),
+    # The same without, which finds the blocks of the first.
+    (prompt_of(450, 199, seed=1), None),
+    # Their answers leave a block where they begin another.
+    (prompt_of(250, 199, seed=3), Retention(policy="window+sinks", window_tokens=1)),
+    (prompt_of(384, 199, seed=4), Retention(policy="window+sinks", keep=0.6)),
+    (prompt_of(448, 199, seed=5), Retention(policy="snapkv", window_tokens=200)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama")
+    make_checkpoint(place, "llama", head_dim=16, max_position_embeddings=1024)
+    return place
+
+
+def opened(folder: Path, cache: dict[str, Any] = CACHE, **options: Any) -> Any:
+    return closing(open_runner(folder, native="required", cache=cache, max_model_len=LENGTH, **options))
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[ModelRunner]:
+    with opened(folder) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner) -> list[list[int]]:
+    """Answers one after another."""
+    answers = [answer(runner, prompt, asked, budget=512, **SIZES)[0][0] for prompt, asked in ASKED]
+    # What is forgotten shows.
+    assert answers[0] != answers[2]
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "prefix_caching", "budget"), [(23, True, 48), (23, False, 131), (90, True, 512)]
+)
+def test_answers_among_others_and_preempted(
+    folder: Path, expected: list[list[int]], num_blocks: int, prefix_caching: bool, budget: int
+) -> None:
+    """With NaN in all that nobody holds."""
+    with opened(folder) as plain:
+        per_block = sum(part[0].nbytes for layer in plain.storage.layers for part in layer.tensors())
+    with opened(folder, kv_cache_bytes=num_blocks * per_block) as runner:
+        tokens, preemptions = generate(
+            runner,
+            prefix_caching=prefix_caching,
+            max_num_seqs=3 if num_blocks < 60 else 8,
+            asked_of=ASKED,
+            max_num_batched_tokens=budget,
+            **SIZES,
+        )
+    assert preemptions.total() > 0 or num_blocks > 60
+    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
+
+
+def test_choices_and_what_another_engine_began(runner: ModelRunner, expected: list[list[int]]) -> None:
+    for number in (0, 1, 3, 5):
+        prompt, asked = ASKED[number]
+        choices, _ = answer(runner, prompt, asked, n=3, **SIZES)
+        assert choices == dict.fromkeys(range(3), expected[number])
+        for cut in (9, 64):
+            rest, _ = answer(runner, prompt, asked, output=expected[number][:cut], budget=29, **SIZES)
+            assert rest[0] == expected[number][cut:]
+
+
+def test_what_is_lost_is_measured_over_whole_keys_and_rounded_ones(
+    folder: Path, runner: ModelRunner, expected: list[list[int]]
+) -> None:
+    """Row by row, in chunks of a known answer, and near what other keys lose."""
+
+    def lost(runner: ModelRunner, number: int, **options: Any) -> tuple[list[int], ChoiceStatistics]:
+        prompt, asked = ASKED[number]
+        assert asked is not None
+        tokens, told = answer(runner, prompt, replace(asked, max_lost=1.0), **SIZES | options)
+        return tokens[0], told
+
+    with opened(folder, {"block_size": KEY_GROUP, "kv_dtype": "float32"}) as plain:
+        for number in (0, 3):
+            tokens, told = lost(runner, number)
+            assert tokens == expected[number]
+            rest, later = lost(runner, number, output=tokens[: NUM_TOKENS - 1], budget=47)
+            assert rest == tokens[-1:]
+            assert later.lost_tokens == pytest.approx(told.lost_tokens, rel=1e-4)
+            _, others = lost(plain, number, kv_dtype="float32", output=tokens[: NUM_TOKENS - 1])
+            assert told.lost_tokens == pytest.approx(others.lost_tokens, rel=0.05)
+
+
+def test_streams_go_on_beyond_the_positions(folder: Path) -> None:
+    """As a request does whose prompt is what they take along, the least that they may: three blocks."""
+    positions, carried = 4 * KEY_GROUP, 3 * KEY_GROUP
+    keep = Retention(policy="window+sinks", window_tokens=1)
+    sizes = SIZES | {"max_model_len": positions, "prefix_caching": False}
+    prompt = prompt_of(200, 199)
+    with closing(open_runner(folder, native="required", cache=CACHE, max_model_len=positions)) as runner:
+        # The last one comes late.
+        tokens, _ = generate(runner, asked_of=[(prompt, keep), ([1], None)], max_tokens=150, **sizes)
+        text = prompt + tokens[0, 0]
+        behind = text[:KEY_GROUP] + text[positions - carried + KEY_GROUP : positions]
+        again, _ = generate(runner, asked_of=[(behind, keep), ([1], None)], max_tokens=KEY_GROUP, **sizes)
+    assert again[0, 0] == text[positions : positions + KEY_GROUP]
