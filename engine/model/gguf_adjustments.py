@@ -25,6 +25,8 @@ LATER_ARCHITECTURES = {
     "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -217,6 +219,27 @@ def _jamba(file: GgufFile, values: Values) -> None:
     _state_biases(file, values)
 
 
+def _mamba(file: GgufFile, values: Values) -> None:
+    """Of heads and feed-forwards zeros are stated, and of a context a number that says nothing."""
+    del values["max_position_embeddings"]
+    size, steps = file.number("ssm.inner_size"), file.number("ssm.time_step_rank")
+    values["intermediate_size"], values["expand"] = size, size / values["hidden_size"]
+    values["state_size"], values["conv_kernel"] = (
+        file.number("ssm.state_size"),
+        file.number("ssm.conv_kernel"),
+    )
+    values["layer_norm_epsilon"] = values["rms_norm_eps"]
+    for key, name in (("use_bias", "in_proj"), ("use_conv_bias", "conv1d")):
+        values[key] = f"model.layers.0.state.{name}.bias" in file.headers
+    if file.architecture == "mamba2":
+        values["num_heads"], values["head_dim"] = steps, size // steps
+        values["n_groups"] = file.number("ssm.group_count")
+        return
+    values["time_step_rank"] = steps
+    if file.metadata.get("mamba.ssm.dt_b_c_rms", False):
+        values["architectures"] = ["FalconMambaForCausalLM"]
+
+
 def _granite_hybrid(file: GgufFile, values: Values) -> None:
     if file.number("ssm.inner_size") % values["hidden_size"]:
         raise ValueError("ssm.inner_size is no multiple of embedding_length, which is not supported")
@@ -369,6 +392,7 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "jais2": _jais2,
     "jamba": _jamba,
     "kimi-linear": _kimi_linear,
+    **dict.fromkeys(("mamba", "mamba2"), _mamba),
     "minimax-m2": _minimax,
     "mistral3": _mistral3,
     "qwen3vlmoe": _normalized,

@@ -137,7 +137,7 @@ NAMES: dict[str, dict[str, str]] = {
     "seed_oss": _LATER,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _LATENT_EXPERTS),
     "glm4moe": _LATER,
-    "jamba": _JAMBA,
+    **dict.fromkeys(("jamba", "mamba"), _JAMBA),
     "kimi-linear": _KIMI,
     "gpt-oss": _GPT_OSS,
     "minimax-m2": _MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
@@ -150,7 +150,7 @@ NAMES: dict[str, dict[str, str]] = {
             *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
             *("dots1", "ernie4_5-moe", "exaone-moe", "granitemoe", "hunyuan-moe", "jais2", "lfm2", "lfm2moe"),
             *("mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe"),
-            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid"),
+            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid", "mamba2"),
         )
     },
 }

@@ -249,7 +249,7 @@ def workspace_bytes(given: PlanInput) -> int:
         dense += 2 * tokens * spec.num_layers * spec.per_layer.width * 4
     # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
     per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
-    attention = tokens * per_query * 4
+    attention = 0 if spec.is_keyless else tokens * per_query * 4
     # A layer with a state: its projection, what is convolved and what is scanned, all float32.
     state = spec.state
     if state is not None:
@@ -349,7 +349,8 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
     sequence_blocks = -(-given.max_model_len // cache.block_size)
-    room = state_room(spec, given.config, per_token)
+    is_keyless = given.whole.is_keyless and not per_token
+    room = state_room(spec, given.config, per_token, is_keyless=is_keyless)
     sequence_bytes = sequence_blocks * per_block + windows.least * in_windows
     least = sequence_bytes + room.least_bytes
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
@@ -367,6 +368,8 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_blocks = (kept_bytes - num_window_blocks * in_windows) // max(1, per_block)
+    if is_keyless and kept_bytes >= 0:
+        num_blocks = room.num_blocks(given.config, num_states, sequence_blocks)
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_ids, num_window_ids = (0, 0) if given.has_draft_model else ids

@@ -241,7 +241,7 @@ class RecurrentUnit:
 @dataclass(kw_only=True)
 class SelectiveUnit:
     """A convolution, a selective scan over its channels, times an activated gate. Its one projection gives
-    channels and gate; a product of the channels what makes time steps, keys and queries, each normed.
+    channels and gate; a product of the channels what makes time steps, keys and queries, perhaps normed.
     """
 
     spec: StateSpec
@@ -249,7 +249,7 @@ class SelectiveUnit:
     weight: Values  # [W, C]
     bias: Values | None
     selection: Linear
-    norms: Sequence[Values]  # of the three
+    norms: Sequence[Values]  # of the three, or none
     steps: Linear
     rate: Values  # [K, C], negative
     skip: Values  # [C]

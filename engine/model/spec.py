@@ -99,6 +99,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int
     # Context length that the checkpoint declares, in tokens.
     max_positions: int
+    # What may be asked for beyond it, where no layer knows a position; 0: as below.
+    reachable_positions: int = 0
     # Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     interleaved: bool = False
     parameters: dict[str, float | bool | list[float] | None] = {}
@@ -121,7 +123,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.kind in ("linear", "dynamic"):
             return self._stretched(self.max_positions)
-        return self.usable_positions
+        return max(self.usable_positions, self.reachable_positions)
 
     def _stretched(self, length: Any) -> int:
         factor = self.parameters.get("factor")
@@ -186,6 +188,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     channel_decays: bool = False
     decay_floor: float = 0.0
     low_rank: int = 0
+    # Norms of what a selective scan's time steps are made of, of its keys and of its queries: with weights,
+    # without, or none.
+    selection_norm: Literal["learned", "plain", "none"] = "learned"
     # The norm behind a scan, over so many elements; 0 is none. Its gate comes before or after it.
     norm_size: int = 0
     gate_first: bool = False
@@ -408,6 +413,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
 
     @property
+    def is_keyless(self) -> bool:
+        """Whether no layer attends: states are all that sequences keep."""
+        return not self.attending
+
+    @property
     def feeding(self) -> tuple[int, ...]:
         """Layers with a feed-forward."""
         return tuple(range(self.num_layers)) if self.feed_forward_layers is None else self.feed_forward_layers
@@ -519,7 +529,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_heads(self) -> int:
         """KV heads that a layer attends to; the most where layers differ."""
-        return max(shape.num_heads for shape in self.cache_shapes)
+        return max((shape.num_heads for shape in self.cache_shapes), default=0)
 
     @property
     def value_dim(self) -> int:

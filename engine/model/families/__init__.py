@@ -53,6 +53,8 @@ from engine.model.families import (  # noqa: F401
     lfm3,
     llama,
     llama4,
+    mamba,
+    mamba2,
     mellum,
     mimo_v2,
     minicpm3,

@@ -48,6 +48,9 @@ _PROBE: dict[str, Any] = {
 # What some families need besides, in words of their own.
 _WITH: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
+    "FalconMambaForCausalLM": {"intermediate_size": 128},
+    "MambaForCausalLM": {"intermediate_size": 128},
+    "Mamba2ForCausalLM": {"intermediate_size": 128, "num_heads": 8, "head_dim": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
     "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
@@ -189,11 +192,16 @@ def _row(name: str) -> FamilyRow:
     forms += [f"GGUF `{each}`" for each in gguf_names(name)]
     return FamilyRow(
         architecture=name,
-        attention=", ".join(_attention(spec)),
+        attention=", ".join(_attention(spec) if spec.attending else _no_attention(spec)),
         norms=", ".join(_norms(spec)),
         feed_forward=", ".join(_feed_forward(spec)),
         forms=", ".join(forms),
     )
+
+
+def _no_attention(spec: ModelSpec) -> Iterator[str]:
+    if spec.state is not None:
+        yield f"none: {_STATES[spec.state.kind]} in all layers"
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
@@ -249,6 +257,9 @@ def _norms(spec: ModelSpec) -> Iterator[str]:
 
 
 def _feed_forward(spec: ModelSpec) -> Iterator[str]:
+    if not spec.feeding:
+        yield "none"
+        return
     gate = "gated " if spec.gated else ""
     yield f"{gate}{spec.activation.replace('_', ' ')}"
     if any(spec.gate_cuts):

@@ -218,7 +218,7 @@ def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any])
         values = -np.exp(values)
     if arch == "kimi-linear":
         return values.reshape(1, -1, 1, values.shape[-1]) if "_conv1d" in target else values
-    if target.endswith(("ssm_a", "ssm_d")) and arch not in (*SHIFTED, "jamba"):
+    if target.endswith(("ssm_a", "ssm_d")) and arch not in (*SHIFTED, "jamba", "mamba"):
         return values[:, None]
     if "ssm_norm" in target and arch not in SHIFTED:
         return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)

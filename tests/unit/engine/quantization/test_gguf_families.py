@@ -63,6 +63,14 @@ JAMBA = {
     "ssm.time_step_rank": 3,
     "attention.head_count_kv": [0, 2, 0, 0],
 }
+# What is stated of models without attention, of which most says nothing.
+KEYLESS = {
+    "context_length": 1 << 20,
+    "attention.head_count": 0,
+    "feed_forward_length": 0,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+}
 HYBRID = GRANITE | MAMBA | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
 # Case of the families' tests to its architecture there, and what it says besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +144,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ssm.conv_kernel": 3, "ssm.inner_size": 144, "ssm.state_size": 6, "ssm.time_step_rank": 5}
         | {"attention.head_count_kv": [0, 0, 2]},
     ),
+    "mamba": ("mamba", KEYLESS | {"ssm.inner_size": 96, "ssm.state_size": 12, "ssm.time_step_rank": 3}),
+    "mamba-wide": (
+        "mamba",
+        KEYLESS
+        | {"ssm.conv_kernel": 3, "ssm.inner_size": 144, "ssm.state_size": 6, "ssm.time_step_rank": 5}
+        | {"ssm.dt_b_c_rms": False, "block_count": 3},
+    ),
+    "falcon-mamba": (
+        "mamba",
+        KEYLESS
+        | {"ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 3}
+        | {"ssm.dt_b_c_rms": True, "block_count": 3},
+    ),
+    "mamba2": ("mamba2", KEYLESS | MAMBA | {"block_count": 3}),
+    "mamba2-whole": ("mamba2", KEYLESS | MAMBA | {"block_count": 3, "ssm.group_count": 1}),
     "gpt-neox": ("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": True}),
     "gpt-neox-serial": ("gptneox", {"rope.dimension_count": 6, "use_parallel_residual": False}),
     "nemotron-h-moe": (
