@@ -49,10 +49,12 @@ class StateRoom(msgspec.Struct, frozen=True, kw_only=True):
         copies = (cache_bytes - self.least_bytes) // (parts * self.bytes_per_state)
         return self.least + max(0, copies)
 
-    def num_blocks(self, config: EngineConfig, num_states: int, sequence_blocks: int) -> int:
-        """Blocks of a model that keeps states alone, which say where those lie among tokens: for every
-        sequence that runs, and all tokens between copies.
+    def num_blocks(self, fitting: int, config: EngineConfig, num_states: int, sequence_blocks: int) -> int:
+        """Blocks: as many as fit by their bytes. Of a model that keeps states alone they have none and say
+        where those lie among tokens: for every sequence that runs, and all tokens between copies.
         """
+        if not self.is_keyless or fitting < 0:
+            return fitting
         wanted = config.scheduler.max_num_seqs * sequence_blocks
         wanted += num_states * self.interval // config.cache.block_size
         return max(min(wanted, MOST_KEYLESS_BLOCKS), sequence_blocks)
@@ -62,7 +64,7 @@ def state_room(
     spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int, *, is_keyless: bool = False
 ) -> StateRoom:
     """What the states of a model need that stores so many bytes of keys and values for each token;
-    `is_keyless`: none in all of its layers, of which other stages may have some.
+    `is_keyless`: no layer of it attends, in no stage.
     """
     if spec.state is None:
         return StateRoom()
@@ -75,7 +77,7 @@ def state_room(
         bytes_per_state=size,
         least=config.scheduler.max_num_seqs + LEAST_COPIES + drafts,
         interval=-(-tokens // block) * block,
-        is_keyless=is_keyless,
+        is_keyless=is_keyless and not kv_bytes_per_token,
     )
 
 

@@ -13,7 +13,6 @@ from engine.model.spec import CheckpointError, ModelSpec
 def read(config: ConfigReader) -> ModelSpec:
     """Mamba 2 and Codestral Mamba; `norm_before_gate` of older configurations was never computed by."""
     config.require("hidden_act", "silu", "silu")
-    config.require("rms_norm", True, True)
     num_layers, hidden = config.count("num_hidden_layers"), config.count("hidden_size")
     heads, value_dim = config.count("num_heads", 128), config.count("head_dim", 64)
     groups, size = config.count("n_groups", 8), inner_size(config, hidden)

@@ -394,7 +394,6 @@ def test_drafts_that_states_cannot_go_back_behind_are_refused_by_name(
         ("minimax", {"mlp_alpha_factor": 0.0}),
         ("mamba", {"hidden_act": "gelu"}),
         ("mamba", {"intermediate_size": 88}),
-        ("mamba2", {"rms_norm": False}),
         ("mamba2", {"num_heads": 6}),
     ],
 )
