@@ -140,17 +140,19 @@ NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("jamba", "mamba"), _JAMBA),
     "kimi-linear": _KIMI,
     "gpt-oss": _GPT_OSS,
+    "mistral4": {"ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj"},
+    "phimoe": _MIXTRAL,
     "minimax-m2": _MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
     "stablelm": {"attn_q_norm": "self_attn.q_norm.norms.{}", "attn_k_norm": "self_attn.k_norm.norms.{}"},
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA),
     **{
         name: {}
         for name in (
-            *("arcee", "cohere2", "command-r", "ernie4_5", "gemma", "granite", "hunyuan-dense", "nemotron"),
-            *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
+            *("apertus", "arcee", "cohere2", "command-r", "ernie4_5", "gemma", "granite", "hunyuan-dense"),
+            *("nemotron", "olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
             *("dots1", "ernie4_5-moe", "exaone-moe", "granitemoe", "hunyuan-moe", "jais2", "lfm2", "lfm2moe"),
             *("mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe"),
-            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid", "mamba2"),
+            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid", "llama4", "mamba2"),
         )
     },
 }
