@@ -103,6 +103,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     reachable_positions: int = 0
     # Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     interleaved: bool = False
+    # They turn the other way round.
+    backwards: bool = False
     parameters: dict[str, float | bool | list[float] | None] = {}
     query_growth: QueryGrowth | None = None
 

@@ -144,6 +144,27 @@ def test_published_configurations_of_kimi_linear_and_minimax_say_the_same(tmp_pa
     assert msgspec.structs.replace(read_spec(minimax), architecture=saved.architecture) == saved
 
 
+@pytest.mark.parametrize(
+    ("architecture", "keys", "refused"),
+    [
+        ("InternLM3ForCausalLM", {"qkv_bias": False, "bias": False}, {"bias": True}),
+        ("IQuestCoderForCausalLM", {"clip_qkv": None}, {"clip_qkv": 8.0}),
+        ("IQuestCoderForCausalLM", {"use_sliding_window": False}, {"use_sliding_window": True}),
+    ],
+)
+def test_llamas_of_other_names(
+    architecture: str, keys: dict[str, Any], refused: dict[str, Any], tmp_path: Path
+) -> None:
+    """As they are published; transformers reads them as Llama."""
+    oracle = make_checkpoint(tmp_path, "llama", head_dim=20)
+    edit_config(tmp_path, architectures=[architecture], attention_bias=None, mlp_bias=None, **keys)
+    (job,) = generated(tmp_path, [Job(prompt_of(20, 199), num_tokens=4)])
+    assert job.output == reference_greedy(oracle, job.prompt, 4)
+    edit_config(tmp_path, **refused)
+    with pytest.raises(CheckpointError, match=r"mlp_bias = True|clip_qkv|use_sliding_window"):
+        read_spec(tmp_path)
+
+
 def test_smaller_values_take_less_memory(tmp_path: Path) -> None:
     """One layer has one head of keys and values, three have two."""
     model_type, changes = CASES["mimo-v2"]
