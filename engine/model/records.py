@@ -272,8 +272,26 @@ class JointMixer:
     entry = None
 
 
+@dataclass(kw_only=True)
+class SharedUse:
+    """A use of a block that layers share, and the recurrence that takes what it gives; see `shared_block`."""
+
+    before: Norm  # [2E]
+    attention: Attention
+    between: Norm
+    feed_forward: FeedForward
+    output: Linear
+    norm: Norm
+    recurrence: Recurrence
+    # All products but the recurrence's that no use before it has.
+    own: Sequence[Linear]
+
+    # Its input goes to a norm of its own.
+    entry = None
+
+
 StateMixer = ShortConvolution | Recurrence | RecurrentUnit | SelectiveUnit
-Mixer = Attention | LatentAttention | StateMixer | JointMixer
+Mixer = Attention | LatentAttention | StateMixer | JointMixer | SharedUse
 
 
 @dataclass(kw_only=True)
@@ -423,6 +441,9 @@ class Layer:
         shared = None if self.sparse is None else self.sparse.shared
         mixer = self.attention
         joint = (mixer.attention, mixer.recurrence) if isinstance(mixer, JointMixer) else (mixer,)
+        if isinstance(mixer, SharedUse):
+            yield from mixer.own
+            joint = (mixer.recurrence,)
         indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
         for part in (*joint, indexer, dense, shared, self.per_layer):
             if part is not None:

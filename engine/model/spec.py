@@ -24,6 +24,7 @@ from engine.model.layer_spec import (
     MedusaSpec,
     PerLayerSpec,
     PredictionSpec,
+    SharedBlockSpec,
 )
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
@@ -380,6 +381,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     names: TensorNames = TensorNames()
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    shared_block: SharedBlockSpec | None = None
     factors: tuple[WeightFactors, ...] = ()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None

@@ -84,6 +84,7 @@ from engine.model.families import (  # noqa: F401
     stablelm,
     starcoder2,
     youtu,
+    zamba2,
 )
 from engine.model.families.base import FAMILIES, Family
 from engine.model.gguf_config import gguf_reader, gguf_scheme

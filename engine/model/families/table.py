@@ -61,6 +61,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "MiniMaxM1ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
     "MiniMaxText01ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
+    "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * 6},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
     "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 6},
@@ -239,6 +240,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
 
 
 def _positions(spec: ModelSpec) -> Iterator[str]:
+    if spec.shared_block is not None:
+        yield "in blocks that layers share (computed by torch alone)"
     if spec.learned_positions:
         yield "learned positions"
     ropes = [spec.ropes[each] for each in spec.rope_of_layer]
