@@ -29,7 +29,7 @@ def _linears(spec: ModelSpec, index: int) -> Iterator[tuple[int, list[int]]]:
     hidden = spec.hidden_size
     if spec.state is not None and index in spec.state.layers:
         yield from _of_state(spec.state, hidden)
-    if index in spec.attending:
+    if index in spec.attending and spec.shared_block is None:
         yield from _of_attention(spec, index)
     if spec.feed_forward_layers is not None and index not in spec.feed_forward_layers:
         return

@@ -43,8 +43,10 @@ from engine.model.records import (
     ModelRecord,
     Norm,
     Recurrence,
+    SharedUse,
     SparseFeedForward,
 )
+from engine.model.shared_block import read_shared_use, use_shared
 from engine.model.spec import NEVER_DRAWN, ModelSpec
 from engine.model.state_layers import STATE_MIXES, read_state, recur
 from engine.model.weights import WeightReader
@@ -78,7 +80,8 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     before, after = NORM_NAMES[placement]
     if spec.experts is not None and spec.experts.output_norm and index in spec.experts.layers:
         after = (after[0], "post_feedforward_layernorm")
-    if not (index or spec.first_norm):
+    uses_block = spec.shared_block is not None and index in spec.shared_block.layers
+    if uses_block or not (index or spec.first_norm):
         before = ("", before[1])
     if placement == "sum" and spec.final_norm and index + 1 == spec.num_layers:
         # That takes the place of the layer's own.
@@ -125,6 +128,8 @@ def _read_half(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) 
 
 def _read_mixer(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Mixer | None:
     """Attention, or what is there in its place or beside it."""
+    if spec.shared_block is not None and index in spec.shared_block.layers:
+        return read_shared_use(weights, prefix, spec, index)
     attention: Attention | LatentAttention | None = None
     if index in spec.attending:
         read = read_latents if spec.latent else read_attention
@@ -145,6 +150,8 @@ def mix(mixer: Mixer, x: Any, cache: Any, step: StepContext) -> Tensor:
         return recur(mixer.recurrence, x, cache.state, step) + attend(mixer.attention, x, cache.keys, step)
     if isinstance(mixer, Attention):
         return attend(mixer, x, cache, step)
+    if isinstance(mixer, SharedUse):
+        return use_shared(mixer, x, cache, step)
     return STATE_MIXES[type(mixer)](mixer, x, cache, step)
 
 
@@ -333,6 +340,7 @@ class Decoder:
             step.per_layer = inputs_of(record.per_layer, token_ids, x, self.kernels)
         if record.embedding_norm is not None:
             x = normed(record.embedding_norm, x, self.kernels)
+        step.embedded = None if self.spec.shared_block is None else x
         return x if record.stream_ends is None else spread(record.stream_ends, x)
 
     @property

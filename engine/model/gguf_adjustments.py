@@ -8,6 +8,7 @@ from typing import Any
 from engine.model.gguf_file import GgufFile
 
 LATER_ARCHITECTURES = {
+    "apertus": "ApertusForCausalLM",
     "deepseek2": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
@@ -25,10 +26,15 @@ LATER_ARCHITECTURES = {
     "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "qwen2vl": "Qwen2ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -38,6 +44,7 @@ LATER_ARCHITECTURES = {
     "stablelm": "StableLmForCausalLM",
 }
 Values = dict[str, Any]
+_MAVERICKS_EXPERTS = 128
 
 
 def rotated_share(file: GgufFile, values: Values) -> None:
@@ -146,6 +153,50 @@ def _mistral3(file: GgufFile, values: Values) -> None:
         scaling["mscale"] = scaling["mscale_all_dim"] = magnitude
 
 
+def _llama4(file: GgufFile, values: Values) -> None:
+    """Chunks, and how queries grow, are nowhere stated: they are those of all that were published."""
+    values["experts_layout"] = "separate"
+    values["intermediate_size_mlp"] = values["intermediate_size"]
+    values["intermediate_size"] = values["moe_intermediate_size"]
+    routers = (f"model.layers.{layer}.mlp.gate.weight" in file.headers for layer in range(file.num_layers))
+    values["moe_layers"] = [layer for layer, each in enumerate(routers) if each]
+    # Maverick has no norms of queries and keys.
+    values["use_qk_norm"] = values.get("num_local_experts") != _MAVERICKS_EXPERTS
+    values["attention_chunk_size"] = 8192
+    if values.pop("sliding_window", None) == 0:
+        values["attention_chunk_size"], values["no_rope_layers"] = None, [1] * file.num_layers
+
+
+def _phimoe(file: GgufFile, values: Values) -> None:
+    values["sliding_window"] = values.get("sliding_window") or None
+    values["lm_head_bias"] = "lm_head.bias" in file.headers
+
+
+def _mistral4(file: GgufFile, values: Values) -> None:
+    """Experts by softmax; the growth of queries where it is stated, which not every converter did."""
+    _latents(file, values)
+    scaling = values.setdefault("rope_scaling", {"rope_type": "default"})
+    arch, metadata = file.architecture, file.metadata
+    beta = metadata.get(f"{arch}.attention.temperature_scale")
+    if beta:
+        scaling["llama_4_scaling_beta"] = beta
+        length = file.number("attention.temperature_length", 0)
+        if length not in (0, scaling.get("original_max_position_embeddings")):
+            raise ValueError(f"attention.temperature_length = {length} is not the rotation's original length")
+    values["experts_layout"] = "separate"
+    first = values["first_k_dense_replace"] = first_sparse(file)
+    if f"model.layers.{first}.mlp.experts.0.gate_up_proj.weight" in file.headers:
+        values["experts_layout"] = "fused"
+    if file.number("expert_gating_func", 1) != 1:
+        raise ValueError("expert_gating_func is not 1 (softmax), which is not supported")
+    values["n_shared_experts"] = file.number("expert_shared_count", 0)
+    values["n_routed_experts"] = values["num_experts"]
+    values["routed_scaling_factor"] = metadata.get(f"{arch}.expert_weights_scale", 1.0)
+    values["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm", False)
+    values["n_group"] = file.number("expert_group_count", 1)
+    values["topk_group"] = file.number("expert_group_used_count", 1)
+
+
 def _stablelm(file: GgufFile, values: Values) -> None:
     rotated_share(file, values)
     values["use_qkv_bias"] = values["attention_bias"]
@@ -215,6 +266,27 @@ def _jamba(file: GgufFile, values: Values) -> None:
     values["mamba_dt_rank"] = file.number("ssm.time_step_rank")
     values["mamba_expand"] = file.number("ssm.inner_size") // values["hidden_size"]
     _state_biases(file, values)
+
+
+def _mamba(file: GgufFile, values: Values) -> None:
+    """Of heads and feed-forwards zeros are stated, and of a context a number that says nothing."""
+    del values["max_position_embeddings"]
+    size, steps = file.number("ssm.inner_size"), file.number("ssm.time_step_rank")
+    values["intermediate_size"], values["expand"] = size, size / values["hidden_size"]
+    values["state_size"], values["conv_kernel"] = (
+        file.number("ssm.state_size"),
+        file.number("ssm.conv_kernel"),
+    )
+    values["layer_norm_epsilon"] = values["rms_norm_eps"]
+    for key, name in (("use_bias", "in_proj"), ("use_conv_bias", "conv1d")):
+        values[key] = f"model.layers.0.state.{name}.bias" in file.headers
+    if file.architecture == "mamba2":
+        values["num_heads"], values["head_dim"] = steps, size // steps
+        values["n_groups"] = file.number("ssm.group_count")
+        return
+    values["time_step_rank"] = steps
+    if file.metadata.get("mamba.ssm.dt_b_c_rms", False):
+        values["architectures"] = ["FalconMambaForCausalLM"]
 
 
 def _granite_hybrid(file: GgufFile, values: Values) -> None:
@@ -293,6 +365,17 @@ def _nemotron_h(file: GgufFile, values: Values) -> None:
 
 def _deepseek2(file: GgufFile, values: Values) -> None:
     """DeepSeek-V2 has no corrections of its choice."""
+    _latents(file, values)
+    if values.get("num_experts") is None:
+        raise ValueError("expert_count is missing: latent attention without experts is not supported")
+    if any(name.endswith(".e_score_correction_bias") for name in file.headers):
+        _corrected(file, values)
+    else:
+        _uncorrected(file, values)
+
+
+def _latents(file: GgufFile, values: Values) -> None:
+    """Latent attention's sizes, and what its rotation is stretched by."""
     arch, metadata = file.architecture, file.metadata
     for end, name in (("key", "qk_nope_head_dim"), ("value", "v_head_dim")):
         values[name] = file.number(f"attention.{end}_length_mla", file.number(f"attention.{end}_length"))
@@ -302,14 +385,6 @@ def _deepseek2(file: GgufFile, values: Values) -> None:
     values["kv_lora_rank"] = file.number("attention.kv_lora_rank")
     values["num_key_value_heads"] = values["num_attention_heads"]
     values.pop("head_dim", None)
-    sparse = values.get("num_experts") is not None
-    corrects = any(name.endswith(".e_score_correction_bias") for name in file.headers)
-    if not sparse:
-        raise ValueError("expert_count is missing: latent attention without experts is not supported")
-    if corrects:
-        _corrected(file, values)
-    else:
-        _uncorrected(file, values)
     scaling = values.get("rope_scaling", {})
     magnitude = metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
     if magnitude is not None and scaling:
@@ -369,8 +444,12 @@ LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "jais2": _jais2,
     "jamba": _jamba,
     "kimi-linear": _kimi_linear,
+    **dict.fromkeys(("mamba", "mamba2"), _mamba),
     "minimax-m2": _minimax,
+    "llama4": _llama4,
     "mistral3": _mistral3,
+    "mistral4": _mistral4,
+    "phimoe": _phimoe,
     "qwen3vlmoe": _normalized,
     "stablelm": _stablelm,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_h),

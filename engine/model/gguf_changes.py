@@ -87,7 +87,7 @@ def change_of(file: Given, tensor: Any, name: str) -> Change:
         size = int(np.prod(shape))
         rows = _tiled(file, size, 1) if arch in _TILED and name in ("ssm_a", "ssm_dt.bias") else None
         # Mamba has decays by channel and key.
-        kept = shape if arch == "jamba" else (size,)
+        kept = shape if arch in ("jamba", "mamba") else (size,)
         return Change(rows=rows, shape=kept, values=_log if name == "ssm_a" else None)
     if arch in _TILED:
         return _tiled_change(file, stem, shape)

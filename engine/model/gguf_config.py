@@ -43,6 +43,7 @@ ARCHITECTURES = {
 }
 # Architectures that the metadata of another one makes of it.
 _ALSO = {
+    "FalconMambaForCausalLM": ("mamba",),
     "MistralForCausalLM": ("llama",),
     "MixtralForCausalLM": ("llama",),
     "Olmo3ForCausalLM": ("olmo2",),
@@ -138,8 +139,9 @@ def gguf_scheme(path: Path) -> Scheme | None:
 
 
 def _main_type(file: GgufFile) -> str:
-    """Of the first layer that attends."""
-    names = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(file.num_layers))
+    """Of the first layer that attends; or of the first one, where none does."""
+    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(file.num_layers)]
+    names.append("model.layers.0.state.out_proj.weight")
     return file.header(next((name for name in names if name in file.headers), _FIRST)).dtype
 
 

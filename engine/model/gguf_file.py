@@ -43,6 +43,14 @@ class _Entry(msgspec.Struct, frozen=True):
     values: Any = None
 
 
+class _Number:
+    """A number of the metadata as the package gives tensors."""
+
+    def __init__(self, name: str, data: NDArray[np.float32], package: Any) -> None:
+        self.name, self.data, self.shape = name, data, [data.size]
+        self.tensor_type = package.GGMLQuantizationType.F32
+
+
 class GgufFile:
     """One model in GGUF, perhaps split over several files."""
 
@@ -85,6 +93,7 @@ class GgufFile:
         for tensor in self.stored.values():
             self._enter(tensor)
         self._join_latents()
+        self._name_coefficients()
         if self.architecture in HALVES:
             self._name_halves()
         if self.architecture in SAME_NAMES:
@@ -232,12 +241,30 @@ class GgufFile:
             name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
             self._entries[name] = _Entry(keys, None, change, values)
 
+    def _name_coefficients(self) -> None:
+        """Numbers of activations that learn (xIELU), which are metadata there and tensors to layers."""
+        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+            given = self.metadata.get(f"xielu.{name}")
+            if given is None:
+                continue
+            values = given if isinstance(given, list) else [given] * self.num_layers
+            if len(values) != self.num_layers:
+                raise CheckpointError(
+                    f"{self.path}: xielu.{name} has {len(values)} numbers for {self.num_layers} layers"
+                )
+            change = UNCHANGED if name.startswith("alpha") else Change(shape=())
+            for layer, value in enumerate(values):
+                tensor = _Number(f"xielu.{name}", np.array([value], np.float32), self._gguf)
+                self._files[tensor.name] = self.path.name
+                self._entries[f"model.layers.{layer}.mlp.act_fn.{name}"] = _Entry(tensor, None, change)
+
     def _header(self, entry: _Entry) -> TensorHeader:
         shape = tuple(int(size) for size in reversed(entry.tensor.shape))
         kind = entry.tensor.tensor_type.name
         file = self._files[entry.tensor.name]
         own = shape if entry.expert is None else shape[1:]
-        return TensorHeader(file, entry.change.kind or kind, entry.change.shape or own)
+        shape = own if entry.change.shape is None else entry.change.shape
+        return TensorHeader(file, entry.change.kind or kind, shape)
 
 
 def _part_of(values: NDArray[Any], part: TensorPart | None) -> NDArray[Any]:

@@ -137,20 +137,22 @@ NAMES: dict[str, dict[str, str]] = {
     "seed_oss": _LATER,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _LATENT_EXPERTS),
     "glm4moe": _LATER,
-    "jamba": _JAMBA,
+    **dict.fromkeys(("jamba", "mamba"), _JAMBA),
     "kimi-linear": _KIMI,
     "gpt-oss": _GPT_OSS,
+    "mistral4": {"ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj"},
+    "phimoe": _MIXTRAL,
     "minimax-m2": _MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
     "stablelm": {"attn_q_norm": "self_attn.q_norm.norms.{}", "attn_k_norm": "self_attn.k_norm.norms.{}"},
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA),
     **{
         name: {}
         for name in (
-            *("arcee", "cohere2", "command-r", "ernie4_5", "gemma", "granite", "hunyuan-dense", "nemotron"),
-            *("olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
+            *("apertus", "arcee", "cohere2", "command-r", "ernie4_5", "gemma", "granite", "hunyuan-dense"),
+            *("nemotron", "olmoe", "phi2", "qwen2moe", "smollm3", "starcoder2"),
             *("dots1", "ernie4_5-moe", "exaone-moe", "granitemoe", "hunyuan-moe", "jais2", "lfm2", "lfm2moe"),
             *("mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe"),
-            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid"),
+            *("deepseek2", "falcon-h1", "gpt2", "gptneox", "granitehybrid", "llama4", "mamba2"),
         )
     },
 }

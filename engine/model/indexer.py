@@ -68,5 +68,6 @@ def torch_attention(spec: ModelSpec, kind: type[Any] = BACKENDS["torch"]) -> Any
         return IndexedAttention(num_heads=spec.num_heads)
     if spec.latent is not None:
         return for_heads(kind, [(spec.num_heads, 1)])
-    each = map(spec.heads_of, spec.attending)
+    # Where no layer attends, nobody asks the one that is made.
+    each = map(spec.heads_of, spec.attending or (0,))
     return for_heads(kind, [(heads.num_heads, heads.num_kv_heads) for heads in each])

@@ -130,6 +130,17 @@ class AltUpSpec(msgspec.Struct, frozen=True, kw_only=True):
     laurel_rank: int
 
 
+class SharedBlockSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of attention and feed-forward that layers share (Zamba2, arXiv 2411.15242)."""
+
+    # The layers that use them, which take turns.
+    layers: tuple[int, ...]
+    num_blocks: int
+    # Of the products that a use adds to the block's: those of its feed-forward, and perhaps of its attention.
+    rank: int
+    adapts_attention: bool
+
+
 class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What chooses the positions that latent attention looks at (DeepSeek-V3.2, arXiv 2512.02556)."""
 

@@ -54,6 +54,8 @@ class StepContext:
     states: Any = None
     # What the last indexer asked, and chose by it.
     asked: IndexQueries | None = None
+    # The embedding of this step's tokens [T, E], where layers read it.
+    embedded: Tensor | None = None
     # Type of the stream.
     dtype: torch.dtype = torch.float32
 

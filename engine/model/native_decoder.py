@@ -43,12 +43,19 @@ NUM_LOGIT_ROWS = StepStruct.num_logit_rows.offset
 
 def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
+    for has, what in (
+        (spec.shared_block is not None, "layers share blocks that read the embedding, too"),
+        (
+            spec.latent is not None and spec.latent.indexer is not None,
+            "an indexer chooses the positions that are attended to",
+        ),
+    ):
+        if has:
+            return what
     if spec.query_key_dim > LARGEST_HEAD:
         return f"heads of {spec.query_key_dim} elements are larger than {LARGEST_HEAD}"
     if spec.state is not None and spec.state.key_dim > LARGEST_KEY:
         return f"keys of {spec.state.key_dim} elements beside a state are larger than {LARGEST_KEY}"
-    if spec.latent is not None and spec.latent.indexer is not None:
-        return "an indexer chooses the positions that are attended to"
     if spec.altup is not None and spec.altup.num_streams > LARGEST_STREAMS:
         return f"{spec.altup.num_streams} streams are more than {LARGEST_STREAMS}"
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:

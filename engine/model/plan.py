@@ -249,7 +249,7 @@ def workspace_bytes(given: PlanInput) -> int:
         dense += 2 * tokens * spec.num_layers * spec.per_layer.width * 4
     # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
     per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
-    attention = tokens * per_query * 4
+    attention = 0 if spec.is_keyless else tokens * per_query * 4
     # A layer with a state: its projection, what is convolved and what is scanned, all float32.
     state = spec.state
     if state is not None:
@@ -321,10 +321,9 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     cache, spec = given.config.cache, given.spec
     _check_cache(given)
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
-    float12 = packs_float12(given)
+    float12, workspace = packs_float12(given), workspace_bytes(given)
     weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
     weights += _tied_head_bytes(given, float12=float12) + (given.scorer_bytes if given.device == "cpu" else 0)
-    workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtypes)
     adapters = adapter_bytes(spec, given.config.adapters, DTYPE_BYTES[given.dtype])
@@ -338,11 +337,10 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     elif given.draft is not None:
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += _draft_workspace(given, per_token)
-    windows = window_room_of(given)
+    windows, sequence_blocks = window_room_of(given), -(-given.max_model_len // cache.block_size)
     in_windows = windows.bytes_per_token * cache.block_size
     per_block = per_token * cache.block_size - in_windows
-    sequence_blocks = -(-given.max_model_len // cache.block_size)
-    room = state_room(spec, given.config, per_token)
+    room = state_room(spec, given.config, per_token, is_keyless=given.whole.is_keyless)
     sequence_bytes = sequence_blocks * per_block + windows.least * in_windows
     least = sequence_bytes + room.least_bytes
     left = int(given.available_bytes * cache.memory_fraction) - weights - adapters - workspace - headroom
@@ -359,7 +357,8 @@ def _plan_of_rank(given: PlanInput) -> MemoryPlan:
     num_states = room.num_states(wanted - sequence_bytes)
     kept_bytes = wanted - num_states * room.bytes_per_state
     num_window_blocks = windows.num_blocks(kept_bytes, per_block, cache.block_size, sequence_blocks)
-    num_blocks = (kept_bytes - num_window_blocks * in_windows) // max(1, per_block)
+    fitting = (kept_bytes - num_window_blocks * in_windows) // max(1, per_block)
+    num_blocks = room.num_blocks(fitting, given.config, num_states, sequence_blocks)
     # A draft model keeps the same blocks, in memory of its own.
     ids = windows.num_ids(kept_bytes, per_block, cache.block_size, sequence_blocks)
     num_ids, num_window_ids = (0, 0) if given.has_draft_model else ids

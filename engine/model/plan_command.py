@@ -252,8 +252,7 @@ def _kv_mix(given: PlanInput) -> str:
     """The type of keys and values; where layers differ, each one's bytes and layers."""
     shares = _kv_shares(given)
     if len(shares) < 2:
-        # A model of states alone keeps none.
-        return shares[0].kv_dtype if shares else given.kv_dtype
+        return shares[0].kv_dtype if shares else "no layer attends: blocks say where states are kept"
     each = (f"{human(share.bytes_per_token)} {share.kv_dtype} in layers {share.layers}" for share in shares)
     return ", ".join(each)
 

@@ -241,7 +241,7 @@ class RecurrentUnit:
 @dataclass(kw_only=True)
 class SelectiveUnit:
     """A convolution, a selective scan over its channels, times an activated gate. Its one projection gives
-    channels and gate; a product of the channels what makes time steps, keys and queries, each normed.
+    channels and gate; a product of the channels what makes time steps, keys and queries, perhaps normed.
     """
 
     spec: StateSpec
@@ -249,7 +249,7 @@ class SelectiveUnit:
     weight: Values  # [W, C]
     bias: Values | None
     selection: Linear
-    norms: Sequence[Values]  # of the three
+    norms: Sequence[Values]  # of the three, or none
     steps: Linear
     rate: Values  # [K, C], negative
     skip: Values  # [C]
@@ -272,8 +272,26 @@ class JointMixer:
     entry = None
 
 
+@dataclass(kw_only=True)
+class SharedUse:
+    """A use of a block that layers share, and the recurrence that takes what it gives; see `shared_block`."""
+
+    before: Norm  # [2E]
+    attention: Attention
+    between: Norm
+    feed_forward: FeedForward
+    output: Linear
+    norm: Norm
+    recurrence: Recurrence
+    # All products but the recurrence's that no use before it has.
+    own: Sequence[Linear]
+
+    # Its input goes to a norm of its own.
+    entry = None
+
+
 StateMixer = ShortConvolution | Recurrence | RecurrentUnit | SelectiveUnit
-Mixer = Attention | LatentAttention | StateMixer | JointMixer
+Mixer = Attention | LatentAttention | StateMixer | JointMixer | SharedUse
 
 
 @dataclass(kw_only=True)
@@ -425,6 +443,9 @@ class Layer:
         shared = None if self.sparse is None else self.sparse.shared
         mixer = self.attention
         joint = (mixer.attention, mixer.recurrence) if isinstance(mixer, JointMixer) else (mixer,)
+        if isinstance(mixer, SharedUse):
+            yield from mixer.own
+            joint = (mixer.recurrence,)
         indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
         for part in (*joint, indexer, dense, shared, self.per_layer):
             if part is not None:

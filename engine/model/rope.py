@@ -29,7 +29,7 @@ def rope_table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
     try:
         cos, sin = _table(spec, max_model_len)
         if bool(cos.isfinite().all()) and bool(sin.isfinite().all()):
-            return cos, sin
+            return cos, -sin if spec.backwards else sin
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         why = str(error)
     raise CheckpointError(

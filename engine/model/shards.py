@@ -379,6 +379,7 @@ def _never_shared(spec: ModelSpec) -> Iterator[str]:
         (spec.pooling is not None or spec.bidirectional, "a pooled output"),
         (spec.per_layer is not None or spec.altup is not None, "a second embedding or several streams"),
         (spec.inputs_first, "weights in another order"),
+        (spec.shared_block is not None, "blocks that layers share"),
     ):
         if has:
             yield what

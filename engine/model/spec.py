@@ -24,6 +24,7 @@ from engine.model.layer_spec import (
     MedusaSpec,
     PerLayerSpec,
     PredictionSpec,
+    SharedBlockSpec,
 )
 from engine.quantization.scheme import Scheme
 from kernels.experts.routing import Routing
@@ -99,8 +100,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int
     # Context length that the checkpoint declares, in tokens.
     max_positions: int
+    # What may be asked for beyond it, where no layer knows a position; 0: as below.
+    reachable_positions: int = 0
     # Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     interleaved: bool = False
+    # They turn the other way round.
+    backwards: bool = False
     parameters: dict[str, float | bool | list[float] | None] = {}
     query_growth: QueryGrowth | None = None
 
@@ -121,7 +126,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.kind in ("linear", "dynamic"):
             return self._stretched(self.max_positions)
-        return self.usable_positions
+        return max(self.usable_positions, self.reachable_positions)
 
     def _stretched(self, length: Any) -> int:
         factor = self.parameters.get("factor")
@@ -186,6 +191,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     channel_decays: bool = False
     decay_floor: float = 0.0
     low_rank: int = 0
+    # Norms of what a selective scan's time steps are made of, of its keys and of its queries: with weights,
+    # without, or none.
+    selection_norm: Literal["learned", "plain", "none"] = "learned"
     # The norm behind a scan, over so many elements; 0 is none. Its gate comes before or after it.
     norm_size: int = 0
     gate_first: bool = False
@@ -373,6 +381,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     names: TensorNames = TensorNames()
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    shared_block: SharedBlockSpec | None = None
     factors: tuple[WeightFactors, ...] = ()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
@@ -406,6 +415,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def attending(self) -> tuple[int, ...]:
         """Layers that store keys and values."""
         return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
+
+    @property
+    def is_keyless(self) -> bool:
+        """Whether no layer attends: states are all that sequences keep."""
+        return not self.attending
 
     @property
     def feeding(self) -> tuple[int, ...]:
@@ -519,7 +533,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_heads(self) -> int:
         """KV heads that a layer attends to; the most where layers differ."""
-        return max(shape.num_heads for shape in self.cache_shapes)
+        return max((shape.num_heads for shape in self.cache_shapes), default=0)
 
     @property
     def value_dim(self) -> int:

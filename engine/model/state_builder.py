@@ -179,16 +179,17 @@ def add_selection(
 
 
 def _add_selected(builder: OpBuilder, mixer: SelectiveUnit, channels: Floats) -> list[Floats]:
-    """What time steps are made of, keys and queries, each normed."""
+    """What time steps are made of, keys and queries, each normed where there are norms."""
     sizes, parts, begin = (mixer.spec.low_rank, mixer.spec.key_dim, mixer.spec.key_dim), [], 0
     chosen = builder.buffer("state_selection", sum(sizes))
     builder.product(mixer.selection, channels, chosen, False)
-    for name, size, weight in zip(("ranks", "keys", "queries"), sizes, mixer.norms, strict=True):
+    norms = mixer.norms or (None, None, None)
+    for name, size, weight in zip(("ranks", "keys", "queries"), sizes, norms, strict=True):
         part = builder.buffer(f"state_{name}", size)
         args = GatedRowArgs(
             step=builder.step,
             x=address_of(chosen[:, begin:]),
-            weight=address_of(weight),
+            weight=None if weight is None else address_of(weight),
             out=address_of(part),
             width=size,
             size=size,

@@ -80,11 +80,14 @@ def _read_selection(weights: WeightReader, prefix: str, state: StateSpec) -> dic
     """What of a selective scan lies between its convolution and its output."""
     channels, keys, rank = state.channels, state.key_dim, state.low_rank
     sizes = {"dt": rank, "b": keys, "c": keys}
+    norms: list[Tensor] = []
+    if state.selection_norm == "learned":
+        norms = [read_floats(weights, f"{prefix}.{part}_layernorm.weight", sizes[part]) for part in sizes]
+    elif state.selection_norm == "plain":
+        norms = [torch.ones(size, device=weights.device) for size in sizes.values()]
     return {
         "selection": read_linear(weights, [f"{prefix}.x_proj"], [rank + 2 * keys], channels, False),
-        "norms": [
-            read_floats(weights, f"{prefix}.{part}_layernorm.weight", size) for part, size in sizes.items()
-        ],
+        "norms": norms,
         "steps": read_linear(weights, [f"{prefix}.dt_proj"], [channels], rank, True),
         "rate": -torch.exp(read_floats(weights, f"{prefix}.A_log", channels, keys)).T.contiguous(),
         "skip": read_floats(weights, f"{prefix}.D", channels),
@@ -253,10 +256,12 @@ def select(mixer: SelectiveUnit, x: Tensor | QuantizedRows, cache: StateCache, s
     mixed = _convolved(mixer, projected[:, :channels], cache, step, activates=True)
     chosen = multiply(mixer.selection, mixed.to(step.dtype), step.adapters).float()
     parts = torch.split(chosen, [spec.low_rank, spec.key_dim, spec.key_dim], dim=1)
-    ranks, keys, queries = (
-        step.kernels.norm.plain(part.contiguous(), RowNorm(cast("Tensor", weight), spec.norm_eps))
-        for part, weight in zip(parts, mixer.norms, strict=True)
-    )
+    ranks, keys, queries = (part.contiguous() for part in parts)
+    if mixer.norms:
+        ranks, keys, queries = (
+            step.kernels.norm.plain(part, RowNorm(cast("Tensor", weight), spec.norm_eps))
+            for part, weight in zip((ranks, keys, queries), mixer.norms, strict=True)
+        )
     steps = multiply(mixer.steps, ranks.to(step.dtype), step.adapters).float()
     taken = kernels.selective_scan(
         SelectiveInputs(mixed, steps, keys, queries),

@@ -17,6 +17,8 @@ from runtime.errors import ConfigError
 INTERVAL_FACTOR = 4
 LEAST_INTERVAL_BLOCKS = 4
 LARGEST_INTERVAL = 2048
+# Blocks there are at most of a model whose blocks have no bytes: each costs what finds it.
+MOST_KEYLESS_BLOCKS = 1 << 18
 # Copies there are at least, beside the slots of sequences that run.
 LEAST_COPIES = 4
 # Slots of a draft model for each sequence: behind what is known, and behind drafts.
@@ -31,6 +33,8 @@ class StateRoom(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 0
     # Tokens from one copy to the next.
     interval: int = 0
+    # Whether no layer attends: all bytes are for states.
+    is_keyless: bool = False
 
     @property
     def least_bytes(self) -> int:
@@ -41,12 +45,27 @@ class StateRoom(msgspec.Struct, frozen=True, kw_only=True):
         """Slots of a cache of so many bytes, the rest of which is for keys and values."""
         if not self.bytes_per_state:
             return 0
-        copies = (cache_bytes - self.least_bytes) // ((1 + INTERVAL_FACTOR) * self.bytes_per_state)
+        parts = 1 if self.is_keyless else 1 + INTERVAL_FACTOR
+        copies = (cache_bytes - self.least_bytes) // (parts * self.bytes_per_state)
         return self.least + max(0, copies)
 
+    def num_blocks(self, fitting: int, config: EngineConfig, num_states: int, sequence_blocks: int) -> int:
+        """Blocks: as many as fit by their bytes. Of a model that keeps states alone they have none and say
+        where those lie among tokens: for every sequence that runs, and all tokens between copies.
+        """
+        if not self.is_keyless or fitting < 0:
+            return fitting
+        wanted = config.scheduler.max_num_seqs * sequence_blocks
+        wanted += num_states * self.interval // config.cache.block_size
+        return max(min(wanted, MOST_KEYLESS_BLOCKS), sequence_blocks)
 
-def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -> StateRoom:
-    """What the states of a model need that stores so many bytes of keys and values for each token."""
+
+def state_room(
+    spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int, *, is_keyless: bool = False
+) -> StateRoom:
+    """What the states of a model need that stores so many bytes of keys and values for each token;
+    `is_keyless`: no layer of it attends, in no stage.
+    """
     if spec.state is None:
         return StateRoom()
     size, block = spec.state.num_bytes, config.cache.block_size
@@ -58,6 +77,7 @@ def state_room(spec: ModelSpec, config: EngineConfig, kv_bytes_per_token: int) -
         bytes_per_state=size,
         least=config.scheduler.max_num_seqs + LEAST_COPIES + drafts,
         interval=-(-tokens // block) * block,
+        is_keyless=is_keyless and not kv_bytes_per_token,
     )
 
 

@@ -122,6 +122,8 @@ class WeightReader:
         self._bytes_done = 0
         # Whether what is handed out lies in files, and is copied by those who take it.
         self._maps = is_packed and self._gguf is None and device.type == "cpu"
+        # What several layers share, once one of them has read it.
+        self.shared_blocks: dict[int, Any] = {}
         self._pages = MappedPages()
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()

@@ -194,7 +194,8 @@ class KvStorage:
             self.layers.append(self.layers[source] if source != index else self._layer(spec, index, own))
         self._by_channel = [each for each in self._kept if getattr(each, "channels", None) is not None]
         self._transfers: BlockTransfers | None = None
-        if host_blocks:
+        # Of blocks without keys nothing moves.
+        if host_blocks and self._tensors:
             self._transfers = _transfers(self._tensors, host_blocks, device)
         self._state_transfers: BlockTransfers | None = None
         if host_states:
@@ -252,7 +253,7 @@ class KvStorage:
             self.window_blocks[blocks] = kept
             if self._window_prefault is not None:
                 self._window_prefault.use(1 + int(kept.max()))
-        if plan.offloads or plan.restores:
+        if self._tensors and (plan.offloads or plan.restores):
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:

@@ -134,10 +134,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def num_host_blocks(self, host_bytes: int) -> int:
         """Blocks that so many bytes of host memory hold, with their part of `num_host_states`."""
         each = self.kv_bytes_per_token * self.block_size
-        if not each:
-            return 0
         if not self.state_interval:
-            return host_bytes // each
+            return host_bytes // each if each else 0
         per_state = self.state_bytes // self.num_states
         return host_bytes * self.state_interval // (each * self.state_interval + per_state * self.block_size)
 

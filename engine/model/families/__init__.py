@@ -32,6 +32,7 @@ from engine.model.families import (  # noqa: F401
     exaone4,
     falcon,
     falcon_h1,
+    flint,
     gemma,
     gemma3n,
     gemma4,
@@ -53,6 +54,8 @@ from engine.model.families import (  # noqa: F401
     lfm3,
     llama,
     llama4,
+    mamba,
+    mamba2,
     mellum,
     mimo_v2,
     minicpm3,
@@ -61,6 +64,7 @@ from engine.model.families import (  # noqa: F401
     mistral,
     modernbert,
     multimodal,
+    nanochat,
     nemotron,
     nemotron_h,
     nomic_bert,
@@ -80,6 +84,7 @@ from engine.model.families import (  # noqa: F401
     stablelm,
     starcoder2,
     youtu,
+    zamba2,
 )
 from engine.model.families.base import FAMILIES, Family
 from engine.model.gguf_config import gguf_reader, gguf_scheme

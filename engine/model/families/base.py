@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.spec import CheckpointError, ModelSpec, RopeSpec
+from engine.model.spec import CheckpointError, ModelSpec, RopeSpec, StateSpec
 
 Family = Callable[[ConfigReader], ModelSpec]
 FAMILIES: dict[str, Family] = {}
@@ -71,6 +71,29 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
     return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
 
 
+# Tokens of a context of models that know no positions and declare no length, and the most that may be asked.
+UNSTATED_POSITIONS = 1 << 15
+REACHABLE_POSITIONS = 1 << 20
+
+
+def states_alone(config: ConfigReader, state: StateSpec, *, eps: float, **overrides: Any) -> ModelSpec:
+    """The spec of a decoder whose layers carry states and have no other half."""
+    rope = RopeSpec(rotary_dim=0, max_positions=UNSTATED_POSITIONS, reachable_positions=REACHABLE_POSITIONS)
+    # Heads are those of the states, by which ranks divide them.
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), state.num_heads)
+    return decoder_spec(
+        ConfigReader({**config.values, **heads, "intermediate_size": 0}, config.source),
+        head_dim=1,
+        norm_eps=eps,
+        activation="silu",
+        ropes=(rope,),
+        state=state,
+        attention_layers=(),
+        feed_forward_layers=(),
+        **overrides,
+    )
+
+
 def norm_eps(config: ConfigReader, default: float = 1e-6) -> float:
     """What norms add to the mean of squares."""
     return config.number(NORM_EPS_KEY, default)
@@ -128,11 +151,9 @@ def mixed_layers(
     default: Sequence[str],
     state: str,
     keys: Sequence[str] = ("layer_types",),
-    default_key: str = "layer_types",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Layers that attend, and those with a state, which are called `state`; from the first of the `keys` that
-    is there, or else from `default`, which follows from `default_key`. Some attend: of a cache without keys
-    nothing can be planned.
+    is there, or else from `default`.
     """
     key = next((key for key in keys if config.values.get(key) is not None), "")
     kinds = config.values[key] if key else list(default)
@@ -142,10 +163,6 @@ def mixed_layers(
     unknown = sorted({str(kind) for kind in kinds} - attends - states)
     if unknown:
         raise CheckpointError(f"{config.source}: {key} holds {unknown}, which is not supported")
-    if attends.isdisjoint(kinds):
-        raise CheckpointError(
-            f"{config.source}: {key or default_key}: no layer attends, which is not supported"
-        )
     return (
         tuple(layer for layer, kind in enumerate(kinds) if kind in attends),
         tuple(layer for layer, kind in enumerate(kinds) if kind in states),

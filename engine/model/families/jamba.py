@@ -33,7 +33,7 @@ def read(config: ConfigReader) -> ModelSpec:
     num_layers = config.count("num_hidden_layers")
     attends = _every(config, "attn_layer", 8, 4, num_layers)
     default = ["attention" if layer in attends else "mamba" for layer in range(num_layers)]
-    attending, others = mixed_layers(config, default=default, state="mamba", default_key="attn_layer_offset")
+    attending, others = mixed_layers(config, default=default, state="mamba")
     num_experts = config.count("num_experts", 16)
     sparse = sparse_of(config, _every(config, "expert_layer", 2, 1, num_layers))
     experts = ExpertSpec(

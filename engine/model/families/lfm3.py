@@ -64,8 +64,6 @@ def _kinds(config: ConfigReader) -> list[str]:
         raise CheckpointError(
             f"{config.source}: layer_types must name {num_layers} layers {names}, got {kinds!r}"
         )
-    if set(kinds) == {"conv"}:
-        raise CheckpointError(f"{config.source}: layer_types: no layer attends, which is not supported")
     return kinds
 
 

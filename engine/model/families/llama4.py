@@ -43,7 +43,7 @@ def read(config: ConfigReader) -> ModelSpec:
         normalized=False,
         weighs_inputs=True,
         shared_intermediate_size=size,
-        layout="inputs_first",
+        layout="separate" if config.text("experts_layout", "") == "separate" else "inputs_first",
     )
     return decoder_spec(
         config,

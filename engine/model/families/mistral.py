@@ -66,6 +66,8 @@ def read_mistral4(config: ConfigReader) -> ModelSpec:
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     routing |= {"scoring": "softmax", "correction_bias": False}
     experts = routed_experts(config, routing)
+    if config.text("experts_layout", "") == "fused":
+        experts = msgspec.structs.replace(experts, layout="fused")
     spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
     (rope,) = spec.ropes
     return msgspec.structs.replace(spec, ropes=(_growing(config, rope),))

@@ -35,8 +35,6 @@ def read(config: ConfigReader) -> ModelSpec:
         for kind in ("attention", "mamba", "mlp", "moe")
     )
     feeding = tuple(sorted((*dense, *sparse)))
-    if not attending:
-        raise CheckpointError(f"{config.source}: layers_block_type: no layer attends, which is not supported")
     head_dim, eps = config.count("head_dim", 128), config.number("layer_norm_epsilon", 1e-5)
     return decoder_spec(
         config,

@@ -1,4 +1,6 @@
-"""OLMo: norms without weights; OLMo 2 and 3, and OLMoE: queries and keys normed over all heads together."""
+"""OLMo: norms without weights; OLMo 2 and 3, OLMoE and FlexOlmo: queries and keys normed over all heads
+together.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,29 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
 def read_olmoe(config: ConfigReader) -> ModelSpec:
     """Norms before the half layers, and experts in every layer."""
     config.require("clip_qkv", None, None)
-    experts = ExpertSpec(
-        num_experts=config.count("num_experts", 64),
-        num_active=config.count("num_experts_per_tok", 8),
+    experts = _experts(config, 64, 8)
+    return decoder_spec(config, default_eps=1e-5, **attention_biases(config), qk_norm="full", experts=experts)
+
+
+@family("FlexOlmoForCausalLM")
+def read_flex(config: ConfigReader) -> ModelSpec:
+    """OLMo 2 with experts that were trained apart."""
+    return decoder_spec(
+        config,
+        **attention_biases(config),
+        ropes=(config.rope(head_size(config), default_theta=500_000.0),),
+        qk_norm="full",
+        norm_placement="post",
+        experts=_experts(config, 7, 5),
+    )
+
+
+def _experts(config: ConfigReader, num_experts: int, num_active: int) -> ExpertSpec:
+    """Experts in every layer; how many, and how many of them for a token, by default."""
+    return ExpertSpec(
+        num_experts=config.count("num_experts", num_experts),
+        num_active=config.count("num_experts_per_tok", num_active),
         intermediate_size=config.count("intermediate_size"),
         layers=tuple(range(config.count("num_hidden_layers"))),
         normalized=config.flag("norm_topk_prob", False),
     )
-    return decoder_spec(config, default_eps=1e-5, **attention_biases(config), qk_norm="full", experts=experts)

@@ -71,10 +71,7 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
         raise CheckpointError(
             f"{config.source}: block_types = {pattern!r} does not list 'recurrent' and 'attention'"
         )
-    kinds = [str(pattern[layer % len(pattern)]) for layer in range(num_layers)]
-    if "attention" not in kinds:
-        raise CheckpointError(f"{config.source}: block_types: no layer attends, which is not supported")
-    return kinds
+    return [str(pattern[layer % len(pattern)]) for layer in range(num_layers)]
 
 
 def _state(config: ConfigReader, layers: tuple[int, ...], hidden: int) -> StateSpec:

@@ -48,6 +48,9 @@ _PROBE: dict[str, Any] = {
 # What some families need besides, in words of their own.
 _WITH: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {"q_lora_rank": 16},
+    "FalconMambaForCausalLM": {"intermediate_size": 128},
+    "MambaForCausalLM": {"intermediate_size": 128},
+    "Mamba2ForCausalLM": {"intermediate_size": 128, "num_heads": 8, "head_dim": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"num_kv_shared_layers": 2},
     "GlmMoeDsaForCausalLM": {"q_lora_rank": 16},
@@ -58,6 +61,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "MiniMaxM1ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
     "MiniMaxText01ForCausalLM": {"attn_type_list": [0, 0, 0, 1] * 3, "sliding_window": None},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-M*-" * 3},
+    "Zamba2ForCausalLM": {"layers_block_type": ["mamba", "hybrid"] * 6},
     "BambaForCausalLM": {"attn_layer_indices": [5, 11]},
     "Lfm2ForCausalLM": {"full_attn_idxs": [5, 11]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 6},
@@ -189,11 +193,16 @@ def _row(name: str) -> FamilyRow:
     forms += [f"GGUF `{each}`" for each in gguf_names(name)]
     return FamilyRow(
         architecture=name,
-        attention=", ".join(_attention(spec)),
+        attention=", ".join(_attention(spec) if spec.attending else _no_attention(spec)),
         norms=", ".join(_norms(spec)),
         feed_forward=", ".join(_feed_forward(spec)),
         forms=", ".join(forms),
     )
+
+
+def _no_attention(spec: ModelSpec) -> Iterator[str]:
+    if spec.state is not None:
+        yield f"none: {_STATES[spec.state.kind]} in all layers"
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
@@ -231,6 +240,8 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
 
 
 def _positions(spec: ModelSpec) -> Iterator[str]:
+    if spec.shared_block is not None:
+        yield "in blocks that layers share (computed by torch alone)"
     if spec.learned_positions:
         yield "learned positions"
     ropes = [spec.ropes[each] for each in spec.rope_of_layer]
@@ -249,6 +260,9 @@ def _norms(spec: ModelSpec) -> Iterator[str]:
 
 
 def _feed_forward(spec: ModelSpec) -> Iterator[str]:
+    if not spec.feeding:
+        yield "none"
+        return
     gate = "gated " if spec.gated else ""
     yield f"{gate}{spec.activation.replace('_', ' ')}"
     if any(spec.gate_cuts):

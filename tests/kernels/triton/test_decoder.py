@@ -71,6 +71,7 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
         *("llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"),
         *("cohere-norms", "hunyuan", "apertus", "gpt-neox", "phi", "gpt2", "qwen2-moe", "llama4"),
         *("lfm2-bias", "qwen3-next-heads", "kimi-linear", "jamba", "bamba", "falcon-h1", "recurrent-gemma"),
+        *("mamba", "mamba2"),
     ],
 )
 def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:

@@ -44,6 +44,14 @@ MAMBA = {
     "mamba_d_state": 20,
     "mamba_n_groups": 2,
 }
+MAMBA2 = {
+    "num_hidden_layers": 3,
+    "intermediate_size": 2 * 48,
+    "num_heads": 8,
+    "head_dim": 12,
+    "n_groups": 2,
+    "state_size": 20,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.4,
@@ -257,6 +265,56 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_expand": 3,
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
+        },
+    ),
+    # Without any layer that attends.
+    "jamba-keyless": (
+        "jamba",
+        EXPERTS | {"num_hidden_layers": 3, "attn_layer_period": 9, "attn_layer_offset": 5, "num_experts": 4},
+    ),
+    "recurrent-gemma-keyless": (
+        "recurrent_gemma",
+        {"num_hidden_layers": 2, "block_types": ["recurrent"], "intermediate_size": 72},
+    ),
+    "nemotron-h-keyless": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 10,
+            "ssm_state_size": 20,
+            "n_groups": 3,
+        },
+    ),
+    "mamba": ("mamba", {"intermediate_size": 2 * 48, "state_size": 12}),
+    "mamba-wide": (
+        "mamba",
+        {
+            "num_hidden_layers": 3,
+            "intermediate_size": 3 * 48,
+            "expand": 3,
+            "state_size": 6,
+            "conv_kernel": 3,
+            "time_step_rank": 5,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-mamba": ("falcon_mamba", {"num_hidden_layers": 3, "intermediate_size": 96}),
+    "falcon-mamba-norms": ("falcon_mamba", {"intermediate_size": 96, "mixer_rms_eps": 0.1}),
+    "mamba2": ("mamba2", MAMBA2),
+    "mamba2-whole": ("mamba2", MAMBA2 | {"n_groups": 1, "use_bias": True, "tie_word_embeddings": True}),
+    "mamba2-limits": (
+        "mamba2",
+        MAMBA2
+        | {
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": [0.3, 1.5],
+            "chunk_size": 8,
+            "tie_word_embeddings": True,
         },
     ),
     "recurrent-gemma": (

@@ -193,6 +193,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "minicpm3",
         LATENT | {"q_lora_rank": None, "v_head_dim": None, "scale_depth": 0.7, "attention_bias": True},
     ),
+    "flint": (
+        "flint",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "flint-stated": (
+        "flint",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 20,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
+    "flex-olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "flex-olmo-normalized": (
+        "flex_olmo",
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "num_key_value_heads": 1},
+    ),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 5.0}),
+    "nanochat-plain": (
+        "nanochat",
+        {
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        },
+    ),
     # And some of earlier years.
     "falcon": ("falcon", {"bias": True, "ffn_hidden_size": 88}),
     "falcon-groups": (

@@ -81,7 +81,8 @@ def test_the_layer_that_drafts_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["laguna", "lfm3", "mimo-v2", "afmoe", "kimi-linear", "bailing", "minimax-factors", "jamba"]
+    "name",
+    ["laguna", "lfm3", "mimo-v2", "afmoe", "kimi-linear", "bailing", "minimax-factors", "jamba", "mamba"],
 )
 @pytest.mark.parametrize("quantize", ["int8", "w8a8"])
 def test_new_parts_of_layers_are_quantized_as_others(name: str, quantize: str, tmp_path: Path) -> None:
@@ -143,6 +144,27 @@ def test_published_configurations_of_kimi_linear_and_minimax_say_the_same(tmp_pa
     assert msgspec.structs.replace(read_spec(minimax), architecture=saved.architecture) == saved
 
 
+@pytest.mark.parametrize(
+    ("architecture", "keys", "refused"),
+    [
+        ("InternLM3ForCausalLM", {"qkv_bias": False, "bias": False}, {"bias": True}),
+        ("IQuestCoderForCausalLM", {"clip_qkv": None}, {"clip_qkv": 8.0}),
+        ("IQuestCoderForCausalLM", {"use_sliding_window": False}, {"use_sliding_window": True}),
+    ],
+)
+def test_llamas_of_other_names(
+    architecture: str, keys: dict[str, Any], refused: dict[str, Any], tmp_path: Path
+) -> None:
+    """As they are published; transformers reads them as Llama."""
+    oracle = make_checkpoint(tmp_path, "llama", head_dim=20)
+    edit_config(tmp_path, architectures=[architecture], attention_bias=None, mlp_bias=None, **keys)
+    (job,) = generated(tmp_path, [Job(prompt_of(20, 199), num_tokens=4)])
+    assert job.output == reference_greedy(oracle, job.prompt, 4)
+    edit_config(tmp_path, **refused)
+    with pytest.raises(CheckpointError, match=r"mlp_bias = True|clip_qkv|use_sliding_window"):
+        read_spec(tmp_path)
+
+
 def test_smaller_values_take_less_memory(tmp_path: Path) -> None:
     """One layer has one head of keys and values, three have two."""
     model_type, changes = CASES["mimo-v2"]
@@ -156,7 +178,6 @@ def test_smaller_values_take_less_memory(tmp_path: Path) -> None:
         ("laguna", {"gating": "per-layer"}, "gating"),
         ("laguna", {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping"),
         ("laguna", {"num_attention_heads_per_layer": [4, 3, 6, 4]}, "num_attention_heads_per_layer = 3"),
-        ("lfm3", {"layer_types": ["conv"] * 5}, "no layer attends"),
         ("lfm3", {"layer_types": ["conv", "mamba", "conv", "conv", "conv"]}, "layer_types must name 5"),
         ("mimo-v2", {"swa_v_head_dim": 12}, "swa_v_head_dim"),
         ("mimo-v2", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 Numbers = NDArray[np.float32]
 # Those whose rows of q and k are reordered, those with one added to norms, and those whose heads take turns.
 PAIRED = ("granitehybrid", "granitemoe", "mistral3")
-LATENT = ("deepseek2", "kimi-linear")
+LATENT = ("deepseek2", "kimi-linear", "mistral4")
 SHIFTED = ("qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")
 TURNING = ("attn_qkv", "ssm_conv1d", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_out")
@@ -64,7 +64,10 @@ def convert(
     writer.add_eos_token_id(7)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, (given | dict(metadata))["block_count"])
-    for name, values in _taken_apart(load_file(folder / "model.safetensors"), arch):
+    tensors = load_file(folder / "model.safetensors")
+    if arch == "apertus":
+        _add_coefficients(writer, tensors)
+    for name, values in _taken_apart(tensors, arch):
         stem, suffix = _stem(name)
         # Falcon-H1's norms are known by whole names.
         found = names.get_name(stem) or names.get_name(name)
@@ -92,6 +95,13 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
+
+
+def _add_coefficients(writer: gguf.GGUFWriter, tensors: dict[str, Numbers]) -> None:
+    """What activations have learned becomes metadata, in the order of layers."""
+    for part in ("alpha_p", "alpha_n", "beta", "eps"):
+        names = sorted(name for name in tensors if name.endswith(f".act_fn.{part}"))
+        writer.add_array(f"xielu.{part}", [float(tensors.pop(name).item()) for name in names])
 
 
 def _stem(name: str) -> tuple[str, str]:
@@ -124,8 +134,10 @@ def _taken_apart(tensors: Mapping[str, Numbers], arch: str) -> Iterator[tuple[st
             if ".feed_forward." in stem and arch != "jamba":
                 stem = stem.removeprefix("model.")
             stacks.setdefault(f"{stem}{each[3] or ''}.weight", {})[int(each[2])] = values
-        elif arch == "gpt-oss" and ".experts." in name:
-            yield from _of_gpt_oss(name, values)
+        elif arch in EXPERTS_OF and ".experts." in name:
+            yield from EXPERTS_OF[arch](name, values)
+        elif arch == "mistral4" and name.endswith("experts.gate_up_proj"):
+            yield f"{name}.weight", values
         elif name.endswith(("experts.gate_up_proj", "input_linear.weight")):
             stem = re.sub(r"\.(gate_up_proj|input_linear\.weight)$", "", name)
             stem = stem.replace(".block_sparse_moe", ".mlp.experts")
@@ -157,6 +169,17 @@ def _of_gpt_oss(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
         yield stem + suffix, values
 
 
+def _of_llama4(name: str, values: Numbers) -> Iterator[tuple[str, Numbers]]:
+    """Outputs first."""
+    values = values.swapaxes(1, 2)
+    if name.endswith("down_proj"):
+        yield f"{name}.weight", values
+        return
+    for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+        yield name.replace("gate_up", part) + ".weight", half
+
+
+EXPERTS_OF = {"gpt-oss": _of_gpt_oss, "llama4": _of_llama4}
 HEADS, NOPE, GATED = 4, 12, 96
 
 
@@ -218,7 +241,7 @@ def _changed(values: Numbers, target: str, arch: str, config: Mapping[str, Any])
         values = -np.exp(values)
     if arch == "kimi-linear":
         return values.reshape(1, -1, 1, values.shape[-1]) if "_conv1d" in target else values
-    if target.endswith(("ssm_a", "ssm_d")) and arch not in (*SHIFTED, "jamba"):
+    if target.endswith(("ssm_a", "ssm_d")) and arch not in (*SHIFTED, "jamba", "mamba"):
         return values[:, None]
     if "ssm_norm" in target and arch not in SHIFTED:
         return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)

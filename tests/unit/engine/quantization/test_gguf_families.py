@@ -63,6 +63,14 @@ JAMBA = {
     "ssm.time_step_rank": 3,
     "attention.head_count_kv": [0, 2, 0, 0],
 }
+# What is stated of models without attention, of which most says nothing.
+KEYLESS = {
+    "context_length": 1 << 20,
+    "attention.head_count": 0,
+    "feed_forward_length": 0,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+}
 HYBRID = GRANITE | MAMBA | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False}
 # Case of the families' tests to its architecture there, and what it says besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +144,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ssm.conv_kernel": 3, "ssm.inner_size": 144, "ssm.state_size": 6, "ssm.time_step_rank": 5}
         | {"attention.head_count_kv": [0, 0, 2]},
     ),
+    "mamba": ("mamba", KEYLESS | {"ssm.inner_size": 96, "ssm.state_size": 12, "ssm.time_step_rank": 3}),
+    "mamba-wide": (
+        "mamba",
+        KEYLESS
+        | {"ssm.conv_kernel": 3, "ssm.inner_size": 144, "ssm.state_size": 6, "ssm.time_step_rank": 5}
+        | {"ssm.dt_b_c_rms": False, "block_count": 3},
+    ),
+    "falcon-mamba": (
+        "mamba",
+        KEYLESS
+        | {"ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 3}
+        | {"ssm.dt_b_c_rms": True, "block_count": 3},
+    ),
+    "mamba2": ("mamba2", KEYLESS | MAMBA | {"block_count": 3}),
+    "mamba2-whole": ("mamba2", KEYLESS | MAMBA | {"block_count": 3, "ssm.group_count": 1}),
+    "apertus": ("apertus", {}),
+    "llama4": (
+        "llama4",
+        {"expert_count": 4, "feed_forward_length": 40, "expert_feed_forward_length": 88}
+        | {"interleave_moe_layer_step": 2},
+    ),
+    "mistral4": (
+        "mistral4",
+        LATENT
+        | YARN
+        | {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.temperature_scale": 0.3}
+        | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.07},
+    ),
+    "phimoe": ("phimoe", {"expert_count": 6, "attention.sliding_window": 0}),
     "gpt-neox": ("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": True}),
     "gpt-neox-serial": ("gptneox", {"rope.dimension_count": 6, "use_parallel_residual": False}),
     "nemotron-h-moe": (
@@ -161,6 +199,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"expert_count": 6, "expert_feed_forward_length": 88, "rope.dimension_count": 8},
     ),
 }
+# What such a file does not tell, as all that were published have it.
+CHANGES: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "llama4": {"floor_scale": 8192},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+            "llama_4_scaling_beta": 0.3,
+        }
+    },
+    "phimoe": {
+        "router_jitter_noise": 0.01,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
 CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.layer_norm_rms_epsilon": 1e-5}
 BESIDE = {"lfm2": CONVOLUTIONS, "lfm2moe": CONVOLUTIONS}
 
@@ -169,7 +228,7 @@ BESIDE = {"lfm2": CONVOLUTIONS, "lfm2moe": CONVOLUTIONS}
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model_type, changes = CASES[name]
     arch, metadata = FAMILIES[name]
-    oracle = make_checkpoint(tmp_path / "original", model_type, **changes)
+    oracle = make_checkpoint(tmp_path / "original", model_type, **changes | CHANGES.get(name, {}))
     convert(tmp_path / "original", tmp_path / "model.gguf", arch, metadata | BESIDE.get(arch, {}))
     assert_equals(tmp_path / "model.gguf", oracle)
 

@@ -68,6 +68,10 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("minimax", {}, (1, 2, 1)),
     ("jamba", {}, (1, 1, 2)),
     ("jamba", {}, (1, 2, 1)),
+    ("mamba", {}, (1, 1, 2)),
+    ("mamba2", {}, (2, 1, 1)),
+    ("mamba2-limits", {}, (4, 1, 1)),
+    ("mamba2", {}, (2, 1, 2)),
 ]
 
 
@@ -101,6 +105,8 @@ GOING_ON = [
     ("falcon-h1-norm", {}, ParallelConfig(tensor=4)),
     ("lfm2", {}, ParallelConfig(pipeline=2)),
     ("recurrent-gemma", {}, ParallelConfig(tensor=2, pipeline=2)),
+    ("mamba", {}, ParallelConfig(pipeline=2)),
+    ("mamba2", {}, ParallelConfig(tensor=2)),
     ("granite-4-moe", {}, ParallelConfig(expert=2)),
     ("lfm2", {"layer_types": ["full_attention", "conv"], "num_hidden_layers": 2}, ParallelConfig(pipeline=2)),
 ]

@@ -28,8 +28,10 @@ from tests.unit.engine.runner.driver import open_runner, poison_floats, prompt_o
 
 FAMILIES = [
     *("lfm2", "qwen3.5", "bamba", "falcon-h1", "recurrent-gemma"),
-    *("kimi-linear-heads", "minimax", "jamba"),
+    *("kimi-linear-heads", "minimax", "jamba", "mamba", "mamba2"),
 ]
+# Of these no layer attends, and blocks have no bytes.
+KEYLESS = ["jamba-keyless", "mamba", "mamba2"]
 GIB = 1 << 30
 
 
@@ -160,10 +162,33 @@ def preempted_answers_go_on(family: str, folder: Path, **options: Any) -> None:
             assert tokens == reference_greedy(oracle, prompt, 40, tokens)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in KEYLESS])
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
 def test_preemption_goes_on_where_it_was(family: str, host_bytes: int, tmp_path: Path) -> None:
     preempted_answers_go_on(family, tmp_path, host_bytes=host_bytes)
+
+
+@pytest.mark.parametrize("family", KEYLESS)
+@pytest.mark.parametrize("native", ["required", "off"])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_higher_tier_displaces_what_keeps_states_alone(
+    family: str, native: str, host_bytes: int, tmp_path: Path
+) -> None:
+    """Slots are what there are too few of, and what was left at ends of blocks is gone on with."""
+    oracle = make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    with engine(tmp_path, num_blocks=1, native=native, host_bytes=host_bytes) as driver:
+        prompts = [prompt_of(30 + index, 199, seed=index) for index in range(9)]
+        requests = [driver.submit(prompt, max_tokens=40, temperature=0.0) for prompt in prompts[:6]]
+        while not all(map(driver.tokens, requests)):
+            driver.step()
+        requests += [
+            driver.submit(prompt, max_tokens=40, temperature=0.0, priority=10) for prompt in prompts[6:]
+        ]
+        driver.run()
+        assert driver.scheduler.load(driver.now).counters.num_preemptions
+        for request, prompt in zip(requests, prompts, strict=True):
+            tokens = driver.tokens(request)
+            assert tokens == reference_greedy(oracle, prompt, 40, tokens)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -278,6 +303,43 @@ def test_the_plan_counts_states_and_what_is_allocated_is_what_it_says(tmp_path: 
     assert plan.state_interval % plan.block_size == 0
 
 
+@pytest.mark.parametrize("family", KEYLESS)
+def test_the_plan_of_states_alone_gives_them_all_bytes(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
+    config = EngineConfig(
+        max_model_len=256,
+        cache=CacheConfig(kv_cache_bytes=4 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=5),
+    )
+    runner, plan, _ = build_here(config, ModelConfig(path=str(tmp_path)), lambda phase, part: None)
+    with closing(runner):
+        layers = runner.storage.layers
+        assert sum(part.nbytes for layer in layers for part in layer.tensors()) == plan.state_bytes
+    assert plan.kv_cache_bytes == plan.kv_bytes_per_token == plan.block_bytes == 0
+    assert 0 <= (4 << 20) - plan.state_bytes < plan.state_bytes / plan.num_states
+    # Every sequence finds blocks, whatever others hold, and so do all tokens between copies.
+    assert plan.num_blocks >= 5 * 16 + plan.num_states * plan.state_interval // plan.block_size
+    assert (
+        plan.num_host_states(plan.num_host_blocks(1 << 20)) == (1 << 20) * plan.num_states // plan.state_bytes
+    )
+
+
+def test_contexts_of_models_that_know_no_positions(tmp_path: Path) -> None:
+    """Far longer ones than the default may be asked for, which hold as many blocks; but not any."""
+    make_checkpoint(tmp_path, HYBRIDS["mamba"][0], **HYBRIDS["mamba"][1])
+    # transformers writes what it does not know.
+    edit_config(tmp_path, max_position_embeddings=None)
+    given = {"device": "cpu", "available_bytes": 8 * GIB}
+    model = ModelConfig(path=str(tmp_path))
+    assert plan_input(EngineConfig(), model, **given).max_model_len == 1 << 15
+    plan = make_plan(plan_input(EngineConfig(max_model_len=1 << 20), model, **given))
+    assert plan.max_model_len == 1 << 20
+    assert 1 << 16 <= plan.num_blocks <= 1 << 18
+    beyond = plan_input(EngineConfig(max_model_len=(1 << 20) + 1), model, **given)
+    with pytest.raises(ConfigError, match=r"max_model_len = 1048577 exceeds the 1048576 positions of Mamba"):
+        make_plan(beyond)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "bailing", "olmo-hybrid"])
 def test_room_for_adapters_is_what_products_of_states_take(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, HYBRIDS[family][0], **HYBRIDS[family][1])
@@ -322,17 +384,17 @@ def test_drafts_that_states_cannot_go_back_behind_are_refused_by_name(
         ("bamba", {"mamba_d_head": 13}),
         ("bamba", {"time_step_limit": [2.0, 1.0]}),
         ("recurrent-gemma", {"hidden_activation": "silu"}),
-        ("recurrent-gemma", {"block_types": ["recurrent"]}),
         ("recurrent-gemma", {"lru_width": 50}),
         ("falcon-h1", {"attention_bias": True}),
         ("falcon-h1", {"ssm_multipliers": [1.0]}),
-        ("olmo-hybrid", {"layer_types": ["linear_attention"] * 4}),
         ("kimi-linear", {"moe_router_activation_func": "softmax"}),
         ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}}),
         ("bailing", {"kda_lower_bound": 0.5}),
         ("minimax", {"linear_attn_alpha_factor": 2.0}),
         ("minimax", {"mlp_alpha_factor": 0.0}),
-        ("jamba", {"attn_layer_offset": 9}),
+        ("mamba", {"hidden_act": "gelu"}),
+        ("mamba", {"intermediate_size": 88}),
+        ("mamba2", {"num_heads": 6}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(
