@@ -72,6 +72,20 @@ def recent_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_sequences: int) -> in
     return num_sequences * 2 * KEY_GROUP * 2 * elements
 
 
+def own_key_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_tokens: int) -> int:
+    """What a step of so many tokens keeps of layers whose keys, rounded by channel, later ones read: what was
+    projected there, in float32.
+    """
+    types = by_layer(kv_dtypes, spec.num_layers)
+    sources = {each: spec.cache_source(each) for each in spec.attending}
+    again = {source for layer, source in sources.items() if source != layer and types[source] == BY_CHANNEL}
+    heads = [(spec.heads_of(layer), spec.cache_shape(layer)) for layer in again]
+    width = sum(
+        each.num_heads * shape.key_dim + shape.elements for each, shape in heads if shape is not None
+    )
+    return num_tokens * width * 4
+
+
 def num_slots(config: EngineConfig) -> int:
     """Sequences whose newest keys there is room for, by their slots of the runner's table, of which lower
     ones serve first. What is not written takes no memory.

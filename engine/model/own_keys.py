@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from engine.model.records import Attention, Floats
 from kernels.native.library import NativeLibrary, Op
+from kernels.paged_cache.host import BY_CHANNEL
 from kernels.paged_cache.native import Storage, key_group_ops
 
 
@@ -26,7 +27,8 @@ class OwnKeys:
 
     def know(self, caches: Sequence[Storage]) -> None:
         """The caches of all layers, some of which have the same."""
-        self._read_again = {each for each, count in Counter(map(id, caches)).items() if count > 1}
+        rounded = (id(each) for each in caches if getattr(each, "type_name", None) == BY_CHANNEL)
+        self._read_again = {each for each, count in Counter(rounded).items() if count > 1}
 
     def room(self, attention: Attention, cache: Storage) -> str:
         """The name of the buffer for what is projected: keys that are read again have one for themselves."""
@@ -38,6 +40,8 @@ class OwnKeys:
         """Rows of keys that a layer's attention reads, and the ops before it and behind it; `step` is an
         address.
         """
+        if cache.type_name != BY_CHANNEL:
+            return qkv[:, attention.sizes[0] :], [], []
         if not attention.stores:
             return self._rows[id(cache)], [], []
         self._rows[id(cache)] = keys = qkv[:, attention.sizes[0] :]

@@ -43,6 +43,7 @@ from engine.model.kv_memory import (
     forgotten_block_bytes,
     kv_bytes_per_token,
     kv_dtypes_of,
+    own_key_bytes,
     recent_bytes,
     remembers_because,
 )
@@ -263,14 +264,15 @@ def workspace_bytes(given: PlanInput) -> int:
 
 
 def _scratch_bytes(given: PlanInput) -> int:
-    """Blocks in which branches of texts are computed, and the newest keys of texts and branches."""
+    """Blocks in which branches of texts are computed, and keys of texts and branches that are whole."""
     branches, types = branch_shape(given.config), given.kv_dtypes
-    num_texts = given.config.scheduler.max_num_seqs
+    scheduler = given.config.scheduler
+    num_texts, own = scheduler.max_num_seqs, own_key_bytes(given.spec, types, scheduler.max_num_batched_tokens)
     if branches is None:
-        return recent_bytes(given.spec, types, num_texts)
+        return own + recent_bytes(given.spec, types, num_texts)
     per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, types)
     newest = recent_bytes(given.spec, types, num_texts + branches.num_branches)
-    return branches.num_scratch_blocks * per_block + newest
+    return own + branches.num_scratch_blocks * per_block + newest
 
 
 def _shared_bytes(given: PlanInput, rows: int) -> int:
