@@ -80,9 +80,7 @@ def own_key_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_tokens: int) -> int:
     sources = {each: spec.cache_source(each) for each in spec.attending}
     again = {source for layer, source in sources.items() if source != layer and types[source] == BY_CHANNEL}
     heads = [(spec.heads_of(layer), spec.cache_shape(layer)) for layer in again]
-    width = sum(
-        each.num_heads * shape.key_dim + shape.elements for each, shape in heads if shape is not None
-    )
+    width = sum(each.num_heads * shape.key_dim + shape.elements for each, shape in heads if shape is not None)
     return num_tokens * width * 4
 
 

@@ -266,8 +266,8 @@ def workspace_bytes(given: PlanInput) -> int:
 def _scratch_bytes(given: PlanInput) -> int:
     """Blocks in which branches of texts are computed, and keys of texts and branches that are whole."""
     branches, types = branch_shape(given.config), given.kv_dtypes
-    scheduler = given.config.scheduler
-    num_texts, own = scheduler.max_num_seqs, own_key_bytes(given.spec, types, scheduler.max_num_batched_tokens)
+    num_texts, num_tokens = given.config.scheduler.max_num_seqs, given.config.scheduler.max_num_batched_tokens
+    own = own_key_bytes(given.spec, types, num_tokens)
     if branches is None:
         return own + recent_bytes(given.spec, types, num_texts)
     per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, types)
