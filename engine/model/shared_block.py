@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 
 
 @dataclass
-class _Block:
+class _SharedBlock:
     """What all uses of a block have in common; its linear layers take no adapters."""
 
     before: Norm
@@ -117,11 +117,11 @@ def _adapted(shared: Linear, lower: list[tuple[Linear, Linear]]) -> Linear:
     return Linear(weight=None, product=_WithLowRank(shared, lower)) if lower else shared
 
 
-def _read_block(weights: WeightReader, name: str, spec: ModelSpec) -> _Block:
+def _read_block(weights: WeightReader, name: str, spec: ModelSpec) -> _SharedBlock:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     fed = f"{name}.feed_forward"
-    return _Block(
+    return _SharedBlock(
         before=read_norm(weights, f"{name}.input_layernorm", 2 * hidden, spec),
         qkv=_read_linear(
             weights,
