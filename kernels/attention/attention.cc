@@ -110,9 +110,9 @@ constexpr int64_t rows_at_once<Products, std::void_t<decltype(Products::kRowsAtO
 template <typename Products>
 class Worker {
   using Cache = typename Products::CacheType;
-  // Of each position, where there are any.
   // Tokens whose queries are called for ahead of the one that is taken.
   static constexpr int64_t kQueriesAhead = 4;
+  // Of each position, where there are any.
   static constexpr int64_t kScales = by_channel<Cache> ? 1 : 2;
 
  public:

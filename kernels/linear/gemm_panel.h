@@ -394,6 +394,7 @@ struct TilePart {
 // Rows, and inputs of a panel, whose products are added up in one go: rows, weights and totals of so many fill the
 // nearest cache, and each is read from it twice.
 constexpr int64_t kTileBlock = 64, kTileBlockInputs = 128;
+
 // Rows of bfloat16 against a panel, by whole tiles of 32 rows; of pairs of bfloat16 the products of both first halves,
 // and of either with the other's second half. What comes next is asked for at an even pace over all of it. Where a
 // product is nothing but sums, they go past the caches, or tiles write them where they belong: a copy takes as long as
@@ -407,7 +408,9 @@ inline void tile_panel(const PackedWeight& weight, const Results& results, const
   const int64_t num_parts = pairs ? 3 : 1;
   const float* bias = weight.bias ? weight.bias + column : nullptr;
   const bool sums_alone = count == width && !bias && !results.accumulate, past = results.past_caches && sums_alone;
-  const int64_t height = past ? kTileBlock : 2 * kTile, block_inputs = past ? kTileBlockInputs : kInputBlock;
+  const int64_t height = past ? kTileBlock : 2 * kTile;
+  // Parts of a block are added up one after the other, so that blocks of pairs may not depend on where results go.
+  const int64_t block_inputs = past && !pairs ? kTileBlockInputs : kInputBlock;
   const int64_t num_blocks = (end - begin + height - 1) / height;
   const int64_t steps = (weight.padded_inputs + block_inputs - 1) / block_inputs * num_parts * num_blocks;
   const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);

@@ -131,11 +131,16 @@ def test_rows_are_the_same_bits_alone_among_others_and_on_any_threads(
                 assert torch.equal(part, whole[-rows:]), (name, rows, threads)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 @pytest.mark.parametrize("inputs", [160, 1024])
-def test_results_that_no_cache_holds_are_those_of_fewer_rows(native: NativeLibrary, inputs: int) -> None:
-    """Of so many results some levels write past the caches, and multiply in other blocks."""
+def test_results_that_no_cache_holds_are_those_of_fewer_rows(
+    native: NativeLibrary, inputs: int, kind: str
+) -> None:
+    """Of so many results some levels write past the caches, and multiply in other blocks; float32 as pairs
+    of bfloat16, where the level has them.
+    """
     rows, outputs = 648, 1712
-    packed = NativePacker(native).pack(weight_of("bfloat16", outputs, inputs))
+    packed = NativePacker(native, half_pairs=True).pack(weight_of(kind, outputs, inputs, group=0))
     x = torch.randn(rows, inputs)
     together = run(native, packed, x, torch.full((rows, outputs), float("nan")), threads=2)
     for begin in range(0, rows, 81):
