@@ -150,8 +150,10 @@ class _Watcher:
         """States [T, E] that the next layer's attention computes upon."""
         self._states = states
 
-    def watch(self, q: Floats, cache: Any, options: AttentionOptions) -> None:
-        """Queries [T, H, D] of the layer whose keys and values are in `cache`."""
+    def watch(self, q: Floats, cache: Any, options: AttentionOptions, own_keys: object = None) -> None:
+        """Queries [T, H, D] of the layer whose keys and values are in `cache`. (Keys of the step alone tell
+        nothing more, because `cache` is of a type that rounds none of them.)
+        """
         num_tokens = len(q)
         blocks = np.arange(-(-num_tokens // BLOCK_SIZE))
         keys, values = (
