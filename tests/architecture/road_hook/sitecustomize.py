@@ -87,6 +87,8 @@ class Journey:
 def is_data(value: Any) -> bool:
     """Whether a value is of a type that represents something: a record of ours, or a message."""
     kind = type(value)
+    if isinstance(value, type):
+        return False
     if hasattr(kind, "DESCRIPTOR"):
         return True
     is_record = (
@@ -100,8 +102,9 @@ def members(value: Any) -> list[Any]:
     kind = type(value)
     if hasattr(kind, "DESCRIPTOR"):
         return [held for _, held in value.ListFields()][:WIDTH]
-    names: Any = getattr(kind, "__struct_fields__", None) or getattr(kind, "_fields", None)
-    names = names or [field.name for field in dataclasses.fields(value)]
+    names: Any = getattr(kind, "__struct_fields__", getattr(kind, "_fields", None))
+    if names is None:
+        names = [field.name for field in dataclasses.fields(value)]
     return [getattr(value, name, None) for name in list(names)[:WIDTH]]
 
 
