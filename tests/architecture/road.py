@@ -4,7 +4,8 @@
 again and prints, for each process, the files whose functions ran meanwhile (not those that were only
 imported), and the types of records and messages that carried the prompt down and the answer up. Nothing is
 counted by hand: `road_hook/sitecustomize.py` notes it in the processes. What a process does beside, such as
-reporting its load, counts where it falls into the same second.
+reporting its load, counts where it falls into the same second; files that run while nobody asks as well are
+marked, and counted apart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ MAX_TOKENS = 16
 ON_THE_ROAD = ("gateway", "tokenizer_svc", "engine")
 # Shorter pieces of an answer occur by chance.
 LEAST_PIECE = 4
+# So long is noted what runs while nobody asks.
+IDLE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Part:
     command: str
     files: tuple[str, ...]
     carriers: Mapping[str, Mapping[str, str]]
+    # Those that ran as well while nobody asked.
+    idle: frozenset[str]
 
     @property
     def is_on_the_road(self) -> bool:
@@ -87,17 +93,32 @@ def travel(directory: Path) -> list[Part]:
         directory / "stack", "--engines", "1", "--gateways", "1", environment=environment
     ) as stack:
         pieces = chat(stack)
-        (road / "written").write_text(json.dumps(sought(stack, pieces)))
-        (road / "written").rename(road / "armed")
+        seek = sought(stack, pieces)
         pids = [each.pid for each in stack.all_processes() if is_watched(each.pid)]
-        assert eventually(lambda: not unarmed(road, pids)), unarmed(road, pids)
-        assert chat(stack) == pieces
-        (road / "armed").unlink()
-        assert eventually(lambda: all((road / f"{pid}.json").exists() for pid in pids)), (
-            "not all have written"
-        )
-        noted = [json.loads(each.read_text()) for each in sorted(road.glob("*.json"))]
-    return [Part(" ".join(each["command"]), tuple(each["files"]), each["carriers"]) for each in noted]
+        idle = noted(road, pids, seek, lambda: time.sleep(IDLE_S))
+        asked = noted(road, pids, seek, lambda: chat(stack))
+    return [
+        Part(" ".join(each["command"]), tuple(each["files"]), each["carriers"], frozenset(idle[pid]["files"]))
+        for pid, each in asked.items()
+    ]
+
+
+def noted(
+    road: Path, pids: list[int], seek: Mapping[str, Any], act: Callable[[], object]
+) -> dict[int, dict[str, Any]]:
+    """What each process notes while something is done."""
+    (road / "written").write_text(json.dumps(seek))
+    (road / "written").rename(road / "armed")
+    assert eventually(lambda: not unarmed(road, pids)), unarmed(road, pids)
+    act()
+    (road / "armed").unlink()
+    files = {pid: road / f"{pid}.json" for pid in pids}
+    assert eventually(lambda: all(each.exists() for each in files.values())), "not all have written"
+    found = {pid: json.loads(each.read_text()) for pid, each in files.items()}
+    for pid, each in files.items():
+        each.unlink()
+        (road / f"{pid}.armed").unlink()
+    return found
 
 
 def unarmed(road: Path, pids: list[int]) -> list[str]:
@@ -118,13 +139,16 @@ def report(parts: list[Part], *, lists_files: bool) -> str:
         note = "" if part.is_on_the_road else " (not on the road)"
         lines.append(f"{len(part.files):4} files in {part.command[:90]}{note}")
         if lists_files:
-            lines += [f"       {name}" for name in part.files]
+            lines += [f"       {name}{' (idle, too)' * (name in part.idle)}" for name in part.files]
     for way in ("prompt", "answer"):
         kinds = {kind: name for part in road for kind, name in part.carriers[way].items()}
         lines.append(f"{len(kinds):4} types carry the {way}:")
         lines += [f"       {kind}  ({name})" for kind, name in kinds.items()]
     union = {name for part in road for name in part.files}
-    lines.append(f"{len(union):4} files of ours on the road")
+    beside = {name for part in road for name in part.files if name in part.idle}
+    lines.append(
+        f"{len(union):4} files of ours on the road, {len(beside)} of which run while nobody asks, too"
+    )
     return "\n".join(lines)
 
 
