@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import AdaptersConfig, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.model.adapter_memory import adapter_bytes
-from engine.model.plan import fullest, make_plan, plan_input
+from engine.model.plan import make_plan, plan_and_fullest, plan_input
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import open_disk
 from engine.runner.prefix_disk.tier import DiskTier
@@ -123,7 +123,8 @@ def bytes_of(folder: Path, num_blocks: int, limits: dict[str, int], parallel: Pa
         num_threads=parallel.degrees.size,
     )
     given = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=8 * GIB)
-    plan, state = make_plan(given), fullest(given).spec.state
+    plan, full = plan_and_fullest(given)
+    state = full.spec.state
     assert state is not None
     return num_blocks * plan.kv_bytes_per_token * plan.block_size + 10 * state.num_bytes
 
