@@ -90,7 +90,8 @@ def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
     def norm(name: str) -> Norm | None:
         return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
 
-    mixer = _read_mixer(weights, prefix, spec, index)
+    read_own = read_shared_use if uses_block else _read_mixer
+    mixer = read_own(weights, prefix, spec, index)
     feed_forward = None
     if spec.feed_forward_layers is None or index in spec.feed_forward_layers:
         feed_forward = _read_half(weights, prefix, spec, index)
@@ -128,8 +129,6 @@ def _read_half(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) 
 
 def _read_mixer(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Mixer | None:
     """Attention, or what is there in its place or beside it."""
-    if spec.shared_block is not None and index in spec.shared_block.layers:
-        return read_shared_use(weights, prefix, spec, index)
     attention: Attention | LatentAttention | None = None
     if index in spec.attending:
         read = read_latents if spec.latent else read_attention

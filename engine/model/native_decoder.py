@@ -10,7 +10,7 @@ Shape letters: T tokens, R rows whose logits are wanted, E hidden size, V vocabu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from engine.model.program_builder import ProgramBuilder
 from engine.model.records import Attention, Floats, Linear, ModelRecord
 from engine.model.spec import ModelSpec
 from engine.model.stage_ops import add_forward
+from engine.model.watched import StepWatcher
 from kernels.activation.native import SoftCapArgs
 from kernels.adapters.rows import AdapterRows
 from kernels.altup.native import LARGEST_STREAMS
@@ -124,10 +125,12 @@ class NativeDecoder:
         """A step follows shortly: the threads get up while it is prepared."""
         self.library.wake(self.pool)
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[Storage], attention: object) -> Floats:
+    def forward(
+        self, batch: ForwardBatch, caches: Sequence[Storage], attention: StepWatcher | None
+    ) -> Floats:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`, which are the
-        same in every call. They stay valid until the next step. (The attention is the program's own; one
-        that has `watch` is told each layer's queries, and by `read` what these are computed from.)
+        same in every call. They stay valid until the next step. (The attention is the program's own; who is
+        given in its place sees each layer's queries, and what these are computed from.)
         """
         ragged = batch.ragged
         num_tokens = int(ragged.query_starts[-1])
@@ -135,16 +138,13 @@ class NativeDecoder:
             self._build_body(caches, max(self._max_tokens, num_tokens))
         if batch is not self._batch:
             self._point_to(batch, num_tokens)
-        watch = getattr(attention, "watch", None)
-        if watch is None:
+        if attention is None:
             self._body_of_step().run(self.pool)
         else:
-            self._run_watched(watch, getattr(attention, "read", None), num_tokens)
+            self._run_watched(attention, num_tokens)
         return self._hidden[:num_tokens]
 
-    def _run_watched(
-        self, watch: Callable[..., None], read: Callable[[Floats], None] | None, num_tokens: int
-    ) -> None:
+    def _run_watched(self, watcher: StepWatcher, num_tokens: int) -> None:
         """The body in pieces, each of which ends where a layer's attention begins."""
         body = self._body_of_step()
         if self._pieces is None or self._pieces[0] is not body:
@@ -155,14 +155,14 @@ class NativeDecoder:
             op = piece.ops[0]
             if op.name == "attention":
                 attention, cache, q, x, keys = cast("_Attended", op.keep[:5])
-                if read is not None:
-                    read(x[:num_tokens])
+                if watcher.read is not None:
+                    watcher.read(x[:num_tokens])
                 queries = q[:num_tokens, : attention.sizes[0]].reshape(num_tokens, attention.num_heads, -1)
                 own = None
                 if keys is not None and cache.type_name == BY_CHANNEL:
                     own = keys[:num_tokens, : attention.num_kv_heads * queries.shape[2]]
                     own = own.reshape(num_tokens, attention.num_kv_heads, -1)
-                watch(queries, cache, attention.options, own)
+                watcher.watch(queries, cache, attention.options, own)
             piece.run(self.pool)
 
     def _body_of_step(self) -> Program:

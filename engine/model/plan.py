@@ -305,17 +305,20 @@ def num_logit_rows(config: EngineConfig) -> int:
     return min(wanted, config.scheduler.max_num_batched_tokens)
 
 
-def fullest(given: PlanInput) -> PlanInput:
-    """The rank that has room for the fewest blocks. Raises ConfigError as `make_plan`."""
-    return min(given.stages or (given,), key=lambda stage: _plan_of_rank(stage).num_blocks)
-
-
 def make_plan(given: PlanInput) -> MemoryPlan:
     """The plan; where stages share the model, that of the fullest, since all have as many blocks, with as
     many states as fit into each. Raises ConfigError with the numbers when not even one sequence of
     max_model_len fits.
     """
-    return of_stages([_plan_of_rank(stage) for stage in given.stages or (given,)])
+    return plan_and_fullest(given)[0]
+
+
+def plan_and_fullest(given: PlanInput) -> tuple[MemoryPlan, PlanInput]:
+    """As `make_plan`; and the rank that has room for the fewest blocks."""
+    ranks = given.stages or (given,)
+    plans = [_plan_of_rank(rank) for rank in ranks]
+    _, fullest = min(zip(plans, ranks, strict=True), key=lambda pair: pair[0].num_blocks)
+    return of_stages(plans), fullest
 
 
 def _plan_of_rank(given: PlanInput) -> MemoryPlan:

@@ -17,14 +17,7 @@ from engine.model.device import choose_device
 from engine.model.families import read_spec
 from engine.model.kv_memory import KvShare, kv_bytes_per_token, kv_shares
 from engine.model.kv_scorer import find_scorer
-from engine.model.plan import (
-    PlanInput,
-    fullest,
-    human,
-    make_plan,
-    plan_input,
-    window_room_of,
-)
+from engine.model.plan import PlanInput, human, plan_and_fullest, plan_input, window_room_of
 from engine.model.plan_devices import Devices, SharedPlan, shared_plans, told
 from engine.model.rank_checks import degrees_of_file
 from engine.types import MemoryPlan
@@ -46,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.devices:
             return _share(config, model, asked, options, available)
         given = plan_input(config, model, device=device, available_bytes=available)
-        plan, given = make_plan(given), fullest(given)
+        plan, given = plan_and_fullest(given)
         find_scorer(config.cache.kvzap, find(model.path), given.whole, given.remembers_because)
     except ConfigError as error:
         print(f"millrace plan: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ import msgspec
 from checkpoint.files import find
 from engine.config import EngineConfig, ParallelConfig
 from engine.model.families import read_spec
-from engine.model.plan import PlanInput, fullest, human, make_plan, plan_input
+from engine.model.plan import PlanInput, human, plan_and_fullest, plan_input
 from engine.model.shards import why_not_shared
 from engine.model.spec import ModelSpec
 from engine.types import MemoryPlan
@@ -114,7 +114,7 @@ def _shared(
         return replace(plan, reason=str(error), is_refused=True)
     states = [each.spec.state for each in given.stages or (given,)]
     try:
-        memory, given = make_plan(given), fullest(given)
+        memory, given = plan_and_fullest(given)
     except ConfigError as error:
         return replace(plan, reason=str(error))
     reason = why_too_small(given, memory)

@@ -334,6 +334,18 @@ void select_channels(const SelectiveScanArgs& args, const Row& row, int64_t from
   }
 }
 
+// Shares out all channels of each sequence, heads of `size` in pieces: compute(row, head, from, to) within a head.
+template <typename Args, typename Compute>
+void each_piece(const Args& args, int64_t size, int thread, int num_threads, const Compute& compute) {
+  const int64_t pieces = (size + kPiece - 1) / kPiece, per_sequence = args.channels / size * pieces;
+  const Range mine = share(args.step->num_sequences * per_sequence, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t part = unit % per_sequence, from = part % pieces * kPiece;
+    const int64_t to = from + kPiece < size ? from + kPiece : size;
+    compute(row_of(*args.step, unit / per_sequence), part / pieces, from, to);
+  }
+}
+
 // Elements of a group of a row that is normed, perhaps under a gate.
 struct RowGroup {
   const GatedRowArgs& args;
@@ -384,13 +396,9 @@ void norm_group(const RowGroup& row) {
 using namespace millrace;
 
 extern "C" void short_convolution(const ShortConvolutionArgs& args, int thread, int num_threads) {
-  const int64_t pieces = (args.channels + kPiece - 1) / kPiece;
-  const Range mine = share(args.step->num_sequences * pieces, thread, num_threads);
-  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
-    const int64_t from = unit % pieces * kPiece;
-    const int64_t to = from + kPiece < args.channels ? from + kPiece : args.channels;
-    convolve(args, row_of(*args.step, unit / pieces), from, to);
-  }
+  each_piece(args, args.channels, thread, num_threads, [&](const Row& row, int64_t, int64_t from, int64_t to) {
+    convolve(args, row, from, to);
+  });
 }
 
 extern "C" void scan_inputs(const ScanInputsArgs& args, int thread, int num_threads) {
@@ -434,24 +442,15 @@ extern "C" void state_scan(const ScanArgs& args, int thread, int num_threads) {
 }
 
 extern "C" void rg_lru(const RgLruArgs& args, int thread, int num_threads) {
-  const int64_t pieces = (args.head_dim + kPiece - 1) / kPiece;
-  const int64_t per_sequence = args.channels / args.head_dim * pieces;
-  const Range mine = share(args.step->num_sequences * per_sequence, thread, num_threads);
-  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
-    const int64_t part = unit % per_sequence, from = part % pieces * kPiece;
-    const int64_t to = from + kPiece < args.head_dim ? from + kPiece : args.head_dim;
-    advance_units(args, row_of(*args.step, unit / per_sequence), part / pieces, from, to);
-  }
+  each_piece(args, args.head_dim, thread, num_threads, [&](const Row& row, int64_t head, int64_t from, int64_t to) {
+    advance_units(args, row, head, from, to);
+  });
 }
 
 extern "C" void selective_scan(const SelectiveScanArgs& args, int thread, int num_threads) {
-  const int64_t pieces = (args.channels + kPiece - 1) / kPiece;
-  const Range mine = share(args.step->num_sequences * pieces, thread, num_threads);
-  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
-    const int64_t from = unit % pieces * kPiece;
-    const int64_t to = from + kPiece < args.channels ? from + kPiece : args.channels;
-    select_channels(args, row_of(*args.step, unit / pieces), from, to);
-  }
+  each_piece(args, args.channels, thread, num_threads, [&](const Row& row, int64_t, int64_t from, int64_t to) {
+    select_channels(args, row, from, to);
+  });
 }
 
 namespace {

@@ -150,19 +150,19 @@ class _Watcher:
         """States [T, E] that the next layer's attention computes upon."""
         self._states = states
 
-    def watch(self, q: Floats, cache: Any, options: AttentionOptions, own_keys: object = None) -> None:
-        """Queries [T, H, D] of the layer whose keys and values are in `cache`. (Keys of the step alone tell
-        nothing more, because `cache` is of a type that rounds none of them.)
+    def watch(self, q: Floats, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
+        """See engine.model.watched. (The step's `keys` tell nothing more, because `cache` is of a type that
+        rounds none of them.)
         """
         num_tokens = len(q)
         blocks = np.arange(-(-num_tokens // BLOCK_SIZE))
-        keys, values = (
+        seen, values = (
             keys_of(each, blocks)[:, :num_tokens] for each in (cache, replace(cache, keys=cache.values))
         )
         asking = self._again
         scores = repeated_scores(
             q[asking] * np.float32(options.scale),
-            keys,
+            seen,
             values[:, self._text],
             self._products[self._number],
             np.linalg.norm(self._states[asking], axis=1),

@@ -14,6 +14,7 @@ from engine.model.families.base import (
     some_rotate,
     sparse_of,
 )
+from engine.model.families.mamba import selective, step_rank
 from engine.model.spec import ExpertSpec, ModelSpec, StateSpec, TensorNames
 
 _NAMES = TensorNames(
@@ -62,18 +63,12 @@ def _every(config: ConfigReader, name: str, period: int, offset: int, num_layers
 def _state(config: ConfigReader, layers: tuple[int, ...]) -> StateSpec:
     config.require("hidden_act", "silu", "silu")
     hidden = config.count("hidden_size")
-    channels = config.count("mamba_expand", 2) * hidden
-    automatic = config.values.get("mamba_dt_rank", "auto") in ("auto", None)
-    return StateSpec(
-        kind="selective",
-        layers=layers,
+    return selective(
+        layers,
+        channels=config.count("mamba_expand", 2) * hidden,
         taps=config.count("mamba_d_conv", 4),
-        channels=channels,
-        num_heads=1,
-        num_groups=1,
         key_dim=config.count("mamba_d_state", 16),
-        value_dim=channels,
-        low_rank=-(-hidden // 16) if automatic else config.count("mamba_dt_rank"),
+        low_rank=step_rank(config, "mamba_dt_rank", hidden),
         convolution_bias=config.flag("mamba_conv_bias", True),
         bias=config.flag("mamba_proj_bias", False),
         norm_eps=norm_eps(config),

@@ -38,17 +38,12 @@ def _read(config: ConfigReader, **fields: Any) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     num_layers, hidden = config.count("num_hidden_layers"), config.count("hidden_size")
     channels = inner_size(config, hidden)
-    automatic = config.values.get("time_step_rank", "auto") in ("auto", None)
-    state = StateSpec(
-        kind="selective",
-        layers=tuple(range(num_layers)),
-        taps=config.count("conv_kernel", 4),
+    state = selective(
+        tuple(range(num_layers)),
         channels=channels,
-        num_heads=1,
-        num_groups=1,
+        taps=config.count("conv_kernel", 4),
         key_dim=config.count("state_size", 16),
-        value_dim=channels,
-        low_rank=-(-hidden // 16) if automatic else config.count("time_step_rank"),
+        low_rank=step_rank(config, "time_step_rank", hidden),
         convolution_bias=config.flag("use_conv_bias", True),
         bias=config.flag("use_bias", False),
         **fields,
@@ -60,6 +55,27 @@ def _read(config: ConfigReader, **fields: Any) -> ModelSpec:
         tied_embeddings=config.flag("tie_word_embeddings", True),
         names=NAMES,
     )
+
+
+def selective(layers: tuple[int, ...], *, channels: int, **fields: Any) -> StateSpec:
+    """A selective scan of so many channels."""
+    return StateSpec(
+        kind="selective",
+        layers=layers,
+        channels=channels,
+        num_heads=1,
+        num_groups=1,
+        value_dim=channels,
+        **fields,
+    )
+
+
+def step_rank(config: ConfigReader, name: str, hidden: int) -> int:
+    """Rank of the product that makes time steps, which the key `name` says; a sixteenth of the hidden size
+    where it says nothing.
+    """
+    automatic = config.values.get(name, "auto") in ("auto", None)
+    return -(-hidden // 16) if automatic else config.count(name)
 
 
 def inner_size(config: ConfigReader, hidden: int) -> int:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.model.kv_scorer import KvScorer
+from engine.model.watched import StepWatcher, Watcher
 from engine.runner.branch_draws import draw_with_branches
-from engine.runner.forgotten.meter import LossMeter, WatchedAttention, Watcher, meter_of, take_forgotten
+from engine.runner.forgotten.meter import LossMeter, WatchedAttention, meter_of, take_forgotten
 from engine.runner.forgotten.scores import reader_of
 from engine.runner.forgotten.votes import choose, counter_of, with_votes
 from engine.runner.inputs import StepInputs
@@ -202,7 +203,8 @@ def _forward(
         watchers.append(counter)
     reader = reader_of(votes, inputs.starts, batch, caches, scorer, model.spec.attending)
     if watchers or reader is not None:
-        attention = WatchedAttention(attention, watchers, reader)
+        watched: StepWatcher = WatchedAttention(attention, watchers, reader)
+        attention = watched
     hidden = model.forward(batch, caches, attention)
     for each, end in zip(votes, inputs.ends.tolist(), strict=True):
         if each is not None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
+from engine.model.watched import Reader, Watcher
 from engine.runner.forgotten.keys import Floats, LayerKeys, capped, log_sum
 from engine.types import KeptBlocks
 from kernels.attention.ragged import AttentionOptions
@@ -105,22 +106,6 @@ def _scores_by_channel(own: Floats, row: MeasuredRow, cache: Any, new: Floats) -
     is_own = np.repeat(blocks[first - begin :], own.shape[1] // num_tokens)[:, None] == blocks
     scores[:, :, begin:] = np.where(is_own, whole, scores[:, :, begin:])
     return scores
-
-
-class Watcher(Protocol):
-    """Who sees queries before they attend."""
-
-    def watch(self, q: Any, cache: Any, options: AttentionOptions, keys: Any = None) -> None:
-        """Queries [T, H, D] of the layer whose keys are in `cache`, the step's among them; `keys` [T, K, D]
-        are these, whole, where the cache rounds them by channel.
-        """
-
-
-class Reader(Protocol):
-    """Who sees what attention computes upon."""
-
-    def read(self, states: Any) -> None:
-        """States [T, E] that the next layer's attention computes upon."""
 
 
 class WatchedAttention:

@@ -20,6 +20,7 @@ import torch
 from kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from kernels.native import build, library
 from kernels.native.library import NativeLibrary, NativeUnavailableError, Op, StepStruct, UnknownLevelError
+from tests.kernels.native.conftest import LEVELS
 
 
 @pytest.mark.parametrize("name", TABLE_TYPES)
@@ -37,6 +38,8 @@ def test_an_op_runs_on_all_threads(native: NativeLibrary, name: str, num_threads
         assert torch.equal(out, table[ids].float() * 2)
 
 
+# Of one level: how threads wait is the same code in all.
+@pytest.mark.parametrize("native", (LEVELS or ["none"])[-1:], indirect=True)
 def test_no_wake_up_is_lost(native: NativeLibrary) -> None:
     """A thread that is woken while it lies down gets up again: else it would sleep for good, and the others
     would do its work from then on.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.model import loader
-from tests.unit.engine import forked_loader as forked
+from tests.unit.engine.forked import forking_subprocess
 
 
 @pytest.fixture
 def forked_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes that load models for the test are forked from one that has imported what they need."""
-    monkeypatch.setattr(loader, "subprocess", forked.subprocess_of_loader())
+    monkeypatch.setattr(loader, "subprocess", forking_subprocess())

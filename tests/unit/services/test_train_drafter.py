@@ -22,6 +22,7 @@ from services.drafter.options import CourseOptions, DrafterMethod
 from services.drafter.target import DraftedModel
 from services.supervisor.config import BUNDLED_MODEL
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.hybrids import SPARSE
 from tests.unit.engine.runner.driver import prompt_of
 
 OPTIONS = CourseOptions(steps=8, rate=2e-3, rows=4, rounds=2, max_tokens=64, draft_vocab=0)
@@ -179,6 +180,6 @@ def test_a_head_that_draws_as_its_model_draws_all_ids(tmp_path: Path) -> None:
 
 
 def test_no_head_is_trained_for_a_model_that_could_not_use_it(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=4, head_dim=16)
+    make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=4, head_dim=16, **SPARSE)
     with pytest.raises(ConfigError, match=r"Qwen3Next.* has layers that carry a state.*; no head is trained"):
         DraftedModel(tmp_path, num_rows=1, max_tokens=16, num_threads=1)

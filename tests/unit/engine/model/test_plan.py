@@ -178,8 +178,10 @@ def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
         assert facts.num_layers == len(runner.storage.layers)
 
 
-@pytest.mark.parametrize("quantize", ["off", "int8", "w8a8", "int4"])
-@pytest.mark.parametrize("head", ["int8", "dense"])
+@pytest.mark.parametrize(
+    ("quantize", "head"),
+    [("off", "int8"), ("int8", "int8"), ("int8", "dense"), ("w8a8", "int8"), ("int4", "dense")],
+)
 def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
     config = EngineConfig(
         dtype="bfloat16",

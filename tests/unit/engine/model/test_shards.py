@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CacheConfig, EngineConfig, ParallelConfig
 from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
-from engine.model.plan import fullest, make_plan, plan_input
+from engine.model.plan import make_plan, plan_and_fullest, plan_input
 from engine.model.plan_command import _ranks
 from engine.model.reading import read_checkpoint
 from engine.model.records import ModelRecord, Recurrence
@@ -202,14 +202,14 @@ def test_a_plan_is_that_of_the_fullest_stage(tmp_path: Path) -> None:
 
     alone, staged, both = planned(), planned(pipeline=2), planned(pipeline=2, tensor=2)
     assert [stage.spec.num_layers for stage in staged.stages] == [2, 3]
-    full, plan = fullest(staged), make_plan(staged)
+    plan, full = plan_and_fullest(staged)
     assert full is staged.stages[1]
     assert plan.kv_bytes_per_token == make_plan(alone).kv_bytes_per_token * 3 // 5
     assert plan.num_blocks == min(make_plan(stage).num_blocks for stage in staged.stages)
     work, whole = work_of(staged, plan), work_of(alone, make_plan(alone))
     assert (work.flop_per_token, work.flop_per_position) == (whole.flop_per_token, whole.flop_per_position)
     assert (work.layers, work.kv_bytes_per_token) == (whole.layers, whole.kv_bytes_per_token)
-    assert _ranks(fullest(both), model) == (
+    assert _ranks(plan_and_fullest(both)[1], model) == (
         "all above is one's of 4, which take so much together at most; it has 3 of 5 layers, 1/2 of each "
         "layer, 1/2 of 4 of its 4 experts; engine.parallel.tensor may be 1, 2, 4; "
         "engine.parallel.expert may be 1, 2, 4; engine.parallel.pipeline may be 1 to 5"

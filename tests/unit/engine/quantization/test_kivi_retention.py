@@ -19,7 +19,7 @@ from kernels.paged_cache.host import KEY_GROUP
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_chosen import NUM_TOKENS, answer
-from tests.unit.engine.runner.test_retention import generate
+from tests.unit.engine.runner.test_retention import check_among_others, generate
 
 CACHE: dict[str, Any] = {"kv_dtype": "kivi4", "block_size": KEY_GROUP}
 LENGTH = 640
@@ -72,16 +72,14 @@ def test_answers_among_others_and_preempted(
     with opened(folder) as plain:
         per_block = sum(part[0].nbytes for layer in plain.storage.layers for part in layer.tensors())
     with opened(folder, kv_cache_bytes=num_blocks * per_block) as runner:
-        tokens, preemptions = generate(
+        check_among_others(
             runner,
+            expected,
             prefix_caching=prefix_caching,
-            max_num_seqs=3 if num_blocks < 60 else 8,
             asked_of=ASKED,
             max_num_batched_tokens=budget,
             **SIZES,
         )
-    assert preemptions.total() > 0 or num_blocks > 60
-    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 
 def test_choices_and_what_another_engine_began(runner: ModelRunner, expected: list[list[int]]) -> None:

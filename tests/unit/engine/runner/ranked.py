@@ -1,7 +1,8 @@
 """Runners of several ranks, for tests: how one is opened, and fixtures by which nothing of it stays.
 
-A rank has its part from a process that packs it, or finds it packed. Here the latter, since the former costs
-an import of torch at each start; tests of real engines (`test_lost_ranks`) have the other way.
+A rank has its part from a process that packs it, or finds it packed; and is a process that imports all it
+needs. Here it finds it, and is forked, since the other ways cost imports at each start; tests of real engines
+(`test_lost_ranks`) have those.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from engine.config import PackedWeightsConfig, ParallelConfig
@@ -24,9 +24,11 @@ from engine.model import kept_weights, loader
 from engine.model.checkpoint import LoadRequest
 from engine.model.kept_weights import KeptWeights
 from engine.model.spec import CheckpointError
+from engine.runner.ranks import group as rank_group
 from engine.runner.ranks.group import RankGroup
 from engine.runner.runner import ModelRunner
 from kernels.native.library import NativeLibrary, load_native
+from tests.unit.engine.forked import forking_subprocess, running_ranks
 from tests.unit.engine.runner.driver import open_runner
 
 
@@ -39,7 +41,7 @@ def no_rank_stays() -> Iterator[None]:
     yield
     gc.collect()
     gc.unfreeze()
-    assert not [each for each in psutil.Process().children() if is_rank(each)]
+    assert not running_ranks()
     assert _shared_memory() <= before
     assert _num_maps() <= num_before
 
@@ -53,10 +55,6 @@ def _shared_memory() -> set[str]:
     """Names of it that ranks or this process's libraries made: whatever else runs here makes others."""
     own = f"_{os.getpid()}_"
     return {each for each in os.listdir("/dev/shm") if each.startswith("millrace-ranks") or own in each}
-
-
-def is_rank(process: psutil.Process) -> bool:
-    return "engine.runner.ranks.worker" in process.cmdline()
 
 
 def _open_files() -> list[str]:
@@ -77,7 +75,7 @@ def packed_parts(tmp_path_factory: pytest.TempPathFactory) -> PackedWeightsConfi
 
 @pytest.fixture
 def parts_are_kept(monkeypatch: pytest.MonkeyPatch, packed_parts: PackedWeightsConfig) -> None:
-    """Before a rank is told what to load, that is packed in this process, which has torch."""
+    """Before a rank is told what to load, that is packed in this process, which has torch. It is forked."""
     request_of = RankGroup._request
 
     def received(request: LoadRequest, library: NativeLibrary, progress: Any) -> loader.Received:
@@ -112,6 +110,7 @@ def parts_are_kept(monkeypatch: pytest.MonkeyPatch, packed_parts: PackedWeightsC
 
     monkeypatch.setattr(kept_weights, "receive_in_subprocess", received)
     monkeypatch.setattr(RankGroup, "_request", packed_before)
+    monkeypatch.setattr(rank_group, "subprocess", forking_subprocess())
 
 
 def shared(folder: Path, tensor: int = 2, expert: int = 1, pipeline: int = 1, **options: Any) -> ModelRunner:

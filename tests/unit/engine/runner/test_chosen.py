@@ -32,8 +32,8 @@ from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_moved_forms import FORMS
-from tests.unit.engine.runner.test_retention import BLOCK, NUM_TOKENS, generate
-from tests.unit.engine.runner.test_window import native_or_skip, poison_free_blocks
+from tests.unit.engine.runner.test_retention import BLOCK, NUM_TOKENS, check_among_others, generate
+from tests.unit.engine.runner.test_window import computed_by, native_or_skip, poison_free_blocks
 
 ASKED: list[tuple[list[int], Retention | None]] = [
     (prompt_of(130, 199, seed=1), Retention(policy="snapkv", keep=0.4)),
@@ -149,23 +149,17 @@ def test_tokens_equal_a_model_that_sees_no_more(
     budget: int,
     host_bytes: int,
 ) -> None:
-    options: dict[str, Any] = {"native": native_or_skip()}
-    if kernels != "native":
-        options = {"native": "off", "attention_backend": kernels}
-    with closing(
-        open_runner(folder, kv_cache_bytes=num_blocks * 6144, cache={"host_bytes": host_bytes}, **options)
-    ) as runner:
+    options = computed_by(kernels) | {"cache": {"host_bytes": host_bytes}}
+    with closing(open_runner(folder, kv_cache_bytes=num_blocks * 6144, **options)) as runner:
         assert runner.storage.num_blocks == num_blocks
-        tokens, preemptions = generate(
+        check_among_others(
             runner,
+            expected,
             prefix_caching=prefix_caching,
             num_host_blocks=host_bytes // 6144,
-            max_num_seqs=3 if num_blocks < 60 else 8,
             asked_of=ASKED,
             max_num_batched_tokens=budget,
         )
-    assert (preemptions.total() > 0) == (num_blocks < 60)
-    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
@@ -32,10 +31,11 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
+from tests.unit.engine.forked import running_ranks
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.quantization.test_gguf import SIZES, write_experts
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
-from tests.unit.engine.runner.ranked import is_rank, shared
+from tests.unit.engine.runner.ranked import shared
 
 pytestmark = pytest.mark.usefixtures("no_rank_stays", "parts_are_kept")
 GREEDY = SamplingParams(temperature=0.0, logprobs=5)
@@ -279,7 +279,7 @@ def test_a_rank_that_is_killed_during_a_move_breaks_the_runner(
         driver = Driver(runner)
         answers(driver, 20, 61)
         assert balance_of(runner)._pairs
-        (rank,) = [each for each in psutil.Process().children() if is_rank(each)]
+        (rank,) = running_ranks()
         rank.send_signal(signal.SIGKILL)
         with pytest.raises(RunnerBroken):
             answers(driver, 5, num_tokens=1000)

@@ -31,6 +31,7 @@ from services.drafter.head import Head, HeadShape, write_head
 from services.drafter.lessons import Lesson
 from services.drafter.target import DraftedModel
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
+from tests.unit.engine.model.hybrids import SPARSE
 from tests.unit.engine.runner.drafting import (
     HEAD_DIM,
     NUM_LAYERS,
@@ -263,7 +264,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"vocab_size": 201}, {}, "is for a vocabulary of 199 tokens, but the model's has 201"),
     ({"num_hidden_layers": 2}, {}, "reads hidden states around layers"),
     ({}, {"native": "off"}, "hidden states are captured by the native kernels"),
-    ({"model_type": "qwen3_next"}, {}, "has layers that carry a state"),
+    ({"model_type": "qwen3_next"} | SPARSE, {}, "has layers that carry a state"),
 ]
 
 

@@ -35,8 +35,8 @@ from runtime.errors import ConfigError
 from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_chosen import Choosing, answer
-from tests.unit.engine.runner.test_retention import BLOCK, generate
-from tests.unit.engine.runner.test_window import native_or_skip
+from tests.unit.engine.runner.test_retention import BLOCK, check_among_others, generate
+from tests.unit.engine.runner.test_window import computed_by
 
 LAST, SINKS = 128, 4
 ASKED: list[tuple[list[int], Retention | None]] = [
@@ -155,19 +155,15 @@ def test_tokens_equal_a_model_that_sees_no_more(
     prefix_caching: bool,
     budget: int,
 ) -> None:
-    options: dict[str, Any] = {"native": native_or_skip()}
-    if kernels != "native":
-        options = {"native": "off", "attention_backend": kernels}
-    with closing(opened(folder, scorer, num_blocks, **options)) as runner:
-        tokens, preemptions = generate(
+    with closing(opened(folder, scorer, num_blocks, **computed_by(kernels))) as runner:
+        assert runner.storage.num_blocks == num_blocks
+        check_among_others(
             runner,
+            expected,
             prefix_caching=prefix_caching,
-            max_num_seqs=3 if num_blocks < 60 else 8,
             asked_of=ASKED,
             max_num_batched_tokens=budget,
         )
-    assert (preemptions.total() > 0) == (num_blocks < 60)
-    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 
 def test_choices_and_what_another_engine_began_are_the_same_answer(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
-import psutil
 import pytest
 import transformers
 
@@ -28,9 +27,10 @@ from tests.unit.engine.adapters.broken import one_value, without
 from tests.unit.engine.adapters.test_merged import load
 from tests.unit.engine.adapters.written import write_adapter
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.forked import running_ranks
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.driver import Driver, Job, new_sequence, open_runner, prompt_of
-from tests.unit.engine.runner.ranked import is_rank, shared
+from tests.unit.engine.runner.ranked import shared
 from tests.unit.engine.runner.test_ranks import FLOAT32_TOLERANCE, assert_near, bits
 
 try:
@@ -270,7 +270,7 @@ def test_a_rank_that_reads_no_adapter_ends_the_engine(
         config, ModelConfig(path=str(tmp_path / "base")), lambda stage, part: None, on_lost=lost.append
     )
     with closing(runner):
-        (rank,) = [each for each in psutil.Process().children() if is_rank(each)]
+        (rank,) = running_ranks()
         rank.send_signal(number)
         while number == signal.SIGKILL and not lost:
             # Not `rank.wait()`: whoever is told first of its end, is told how, and the watcher is to be.

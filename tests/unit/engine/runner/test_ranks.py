@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,10 +25,11 @@ from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.forked import running_ranks
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.quantization import writers
 from tests.unit.engine.runner.driver import Driver, Job, new_sequence, open_runner, prompt_of
-from tests.unit.engine.runner.ranked import is_rank, shared
+from tests.unit.engine.runner.ranked import shared
 
 pytestmark = pytest.mark.usefixtures("no_rank_stays", "parts_are_kept")
 BUNDLED = Path("models/millrace-nano")
@@ -350,7 +350,7 @@ def test_a_killed_rank_breaks_the_runner(name: str, tmp_path: Path) -> None:
         config, ModelConfig(path=str(tmp_path)), lambda stage, part: None, on_lost=lost.append
     )
     with closing(runner):
-        (rank,) = [each for each in psutil.Process().children() if is_rank(each)]
+        (rank,) = running_ranks()
         rank.send_signal(signal.SIGKILL)
         driver = Driver(runner)
         with pytest.raises(RunnerBroken):

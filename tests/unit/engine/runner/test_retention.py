@@ -26,7 +26,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.driver import memory_plan
 from tests.unit.engine.runner.cuda.test_device_runner import open_device_runner
 from tests.unit.engine.runner.driver import open_runner, prompt_of
-from tests.unit.engine.runner.test_window import native_or_skip, poison_free_blocks
+from tests.unit.engine.runner.test_window import computed_by, poison_free_blocks
 
 BLOCK = 16
 NUM_TOKENS = 70
@@ -155,6 +155,14 @@ def generate(
     return tokens, Counter(scheduler.load(10.0).counters.preemptions)
 
 
+def check_among_others(runner: ModelRunner, expected: list[list[int]], **options: Any) -> None:
+    """Answers that run together are `expected`; where there are few blocks, they are preempted."""
+    is_scarce = runner.storage.num_blocks < 60
+    tokens, preemptions = generate(runner, max_num_seqs=3 if is_scarce else 8, **options)
+    assert (preemptions.total() > 0) == is_scarce
+    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
+
+
 @pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
 @pytest.mark.parametrize(
     ("num_blocks", "prefix_caching", "host_bytes"), [(30, False, 0), (30, True, 1 << 17), (60, True, 0)]
@@ -167,21 +175,12 @@ def test_tokens_equal_a_masked_model(
     prefix_caching: bool,
     host_bytes: int,
 ) -> None:
-    options: dict[str, Any] = {"native": native_or_skip()}
-    if kernels != "native":
-        options = {"native": "off", "attention_backend": kernels}
-    with closing(
-        open_runner(folder, kv_cache_bytes=num_blocks * 6144, cache={"host_bytes": host_bytes}, **options)
-    ) as runner:
+    options = computed_by(kernels) | {"cache": {"host_bytes": host_bytes}}
+    with closing(open_runner(folder, kv_cache_bytes=num_blocks * 6144, **options)) as runner:
         assert runner.storage.num_blocks == num_blocks
-        tokens, preemptions = generate(
-            runner,
-            prefix_caching=prefix_caching,
-            num_host_blocks=host_bytes // 6144,
-            max_num_seqs=3 if num_blocks < 60 else 8,
+        check_among_others(
+            runner, expected, prefix_caching=prefix_caching, num_host_blocks=host_bytes // 6144
         )
-    assert (preemptions.total() > 0) == (num_blocks < 60)
-    assert tokens == {(number, 0): each for number, each in enumerate(expected)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,7 +14,8 @@ import pytest
 
 from engine.config import AdaptersConfig, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.model.adapter_memory import adapter_bytes
-from engine.model.plan import fullest, make_plan, plan_input
+from engine.model.families import read_spec
+from engine.model.plan import make_plan, plan_and_fullest, plan_input
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import open_disk
 from engine.runner.prefix_disk.tier import DiskTier
@@ -78,6 +79,8 @@ def engine(
     """A scheduler over the real runner of a checkpoint, whose cache begins with NaN."""
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40}
     parallel = parallel or ParallelConfig()
+    # Blocks without bytes would be tens of thousands, and after every step all are looked through.
+    num_bytes = (1 if read_spec(folder).is_keyless else 8) << 20
     if num_blocks:
         cache["kv_cache_bytes"] = bytes_of(folder, num_blocks, limits, parallel)
     config = EngineConfig(
@@ -85,7 +88,7 @@ def engine(
         num_threads=parallel.degrees.size,
         parallel=parallel,
         native=native,
-        cache=CacheConfig(**({"kv_cache_bytes": 8 << 20} | cache)),
+        cache=CacheConfig(**({"kv_cache_bytes": num_bytes} | cache)),
         scheduler=SchedulerConfig(**limits, long_prefill_tokens=24),
         max_model_len=128,
         speculation=speculation or SpeculationConfig(),
@@ -123,7 +126,8 @@ def bytes_of(folder: Path, num_blocks: int, limits: dict[str, int], parallel: Pa
         num_threads=parallel.degrees.size,
     )
     given = plan_input(config, ModelConfig(path=str(folder)), device="cpu", available_bytes=8 * GIB)
-    plan, state = make_plan(given), fullest(given).spec.state
+    plan, full = plan_and_fullest(given)
+    state = full.spec.state
     assert state is not None
     return num_blocks * plan.kv_bytes_per_token * plan.block_size + 10 * state.num_bytes
 

@@ -6,6 +6,7 @@ import mmap
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -136,18 +137,21 @@ def native_or_skip() -> str:
     return "required"
 
 
+def computed_by(kernels: str) -> dict[str, Any]:
+    """Options of a runner: the native kernels, or torch with the attention back end of that name."""
+    if kernels == "native":
+        return {"native": native_or_skip()}
+    return {"native": "off", "attention_backend": kernels}
+
+
 @pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
 @pytest.mark.parametrize(("prefix_caching", "host_bytes"), [(False, 0), (True, 0), (True, 1 << 17)])
 def test_tokens_equal_transformers(
     folder: Path, expected: list[list[int]], kernels: str, prefix_caching: bool, host_bytes: int
 ) -> None:
     """Chunked prompts, several sequences and preemption on a cache of 17 blocks."""
-    options = {"native": native_or_skip()} if kernels == "native" else {"attention_backend": kernels}
-    if kernels != "native":
-        options["native"] = "off"
-    with closing(
-        open_runner(folder, kv_cache_bytes=17 * 6144, cache={"host_bytes": host_bytes}, **options)
-    ) as runner:
+    options = computed_by(kernels) | {"cache": {"host_bytes": host_bytes}}
+    with closing(open_runner(folder, kv_cache_bytes=17 * 6144, **options)) as runner:
         assert runner.storage.num_blocks == 17
         tokens, preemptions, _ = generate(
             runner, window=WINDOW, prefix_caching=prefix_caching, num_host_blocks=host_bytes // 6144
@@ -232,10 +236,7 @@ def test_tokens_equal_transformers_where_only_some_layers_slide(
 ) -> None:
     """Chunked prompts, several sequences and preemption, and NaN in all that nobody holds."""
     folder, answers = partial
-    options: dict[str, object] = {"native": "off", "attention_backend": kernels}
-    if kernels == "native":
-        options = {"native": native_or_skip()}
-    runner, memory = open_partial(folder, num_sequences=1.3, **options)
+    runner, memory = open_partial(folder, num_sequences=1.3, **computed_by(kernels))
     with closing(runner):
         tokens, preemptions, _ = generate(
             runner, window=None, prefix_caching=prefix_caching, num_host_blocks=0, memory=memory

@@ -228,7 +228,7 @@ def test_drafts_under_a_grammar() -> None:
         assert watched.sum_of("accepted_tokens") > 10
         guided = [watched.reasons(request.request_id) for request in requests[::2]]
         assert [reason for ((_, reason, _),) in guided] == [FinishReason.STOP] * 3
-        plain = Watched(open_runner(BUNDLED, max_model_len=256, **PLAIN), False, 1 << 20)
+    plain = Watched(open_runner(BUNDLED, max_model_len=256, **PLAIN), False, 1 << 20)
     plain.run(requests)
     assert found == [[plain.tokens(request.request_id) for request in requests]] * 3
 
