@@ -49,7 +49,13 @@ class LayerVotes:
         self._next = kept.first_voter
 
     def take(
-        self, queries: Any, start: int, keys_until: Callable[[int], Any], cap: float | None, *, by_block: bool
+        self,
+        queries: Any,
+        start: int,
+        keys_until: Callable[[int], Any],
+        cap: float | None,
+        *,
+        by_block: bool = False,
     ) -> None:
         """Scaled queries [T, H, D] of positions from `start` on; those that were here before are left out.
         `keys_until(n)` is the keys [K, n, D] of the first n positions, as the last of these sees them. All
