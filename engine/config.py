@@ -82,7 +82,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_fraction: float = 0.85
     # Element type of keys and values; "auto" is the model's. int4 rounds them token by token, rotated. kivi4
     # rounds keys by channel, in blocks of 64 tokens (block_size), and loses far less in as many bytes
-    # (`python -m benchmarks.kv_channels`): on CPUs.
+    # (`python -m benchmarks.kv_channels`); each sequence has its newest keys whole beside.
     kv_dtype: KvDtype = "auto"
     # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. Layers
     # differ in what four bits cost them (`python -m benchmarks.kv_layers`). What drafts has `kv_dtype` alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ from kernels.linear.triton_backend import InvariantLinear, TritonLinear
 from kernels.linear.triton_rows import GroupedRows
 from kernels.linear.triton_scaled import quantize_rows
 from kernels.norm.triton_norm import rms_norm
-from kernels.paged_cache.store import allocate_layer
+from kernels.paged_cache.channel_cache import ChannelCache, begin_step
+from kernels.paged_cache.store import LayerCache, allocate_layer
 from kernels.paged_cache.triton_blocks import move_blocks
 from kernels.recurrent.backends import RgLruWeights, ScanInputs, ScanWeights, SelectiveInputs
 from kernels.recurrent.rows import StateRows
@@ -91,11 +93,12 @@ MODELS = (
     ("deepseek", 128, 1, 576, 0, PLAIN, False),
 )
 # Query's type, cache's type.
-TYPES = (
+TYPES: tuple[tuple[torch.dtype, Any], ...] = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.float8_e4m3fn),
     (torch.bfloat16, torch.int4),  # type: ignore[attr-defined]
+    (torch.bfloat16, "kivi4"),
     (torch.float32, torch.float32),
 )
 
@@ -113,12 +116,17 @@ def _of_blocks(arch: str, block_size: int) -> Iterator[tuple[str, Callable[[], o
         attention = TritonAttention(num_heads=heads, num_kv_heads=kv_heads, arch=arch)
         sinks = torch.empty(heads, device=META) if with_sinks else None
         for kind, stored in TYPES:
-            if stored == torch.int4 and not value_dim:  # type: ignore[attr-defined]
+            by_channel = stored == "kivi4"
+            if (by_channel or stored == torch.int4) and not value_dim:  # type: ignore[attr-defined]
                 # Refused at start.
                 continue
+            if by_channel and block_size < 64 and arch == "sm_90":
+                # It has blocks of 64 alone.
+                continue
+            places = 64 if by_channel else block_size
             cache = allocate_layer(
                 num_blocks=600,
-                block_size=block_size,
+                block_size=places,
                 num_heads=kv_heads,
                 key_dim=key_dim,
                 value_dim=value_dim,
@@ -126,16 +134,26 @@ def _of_blocks(arch: str, block_size: int) -> Iterator[tuple[str, Callable[[], o
                 dtype=stored,
                 device=META,
             )
-            types = f"{str(kind).removeprefix('torch.')} over {cache.type_name}, blocks of {block_size}"
+            types = f"{str(kind).removeprefix('torch.')} over {cache.type_name}, blocks of {places}"
             q = torch.empty(302, heads, key_dim, dtype=kind, device=META)
+            begun = _begin(cache, _ragged(places))
             yield (
                 f"eager {name}, {types}",
-                partial(attention.run, attention.plan(_ragged(block_size), META), q, cache, options, sinks),
+                partial(attention.run, attention.plan(begun, META), q, cache, options, sinks),
             )
             yield (
                 f"captured {name}, {types}",
-                partial(attention.run, _captured(attention, block_size), q[:2], cache, options, sinks),
+                partial(attention.run, _captured(attention, places), q[:2], cache, options, sinks),
             )
+
+
+def _begin(cache: LayerCache, batch: RaggedBatch) -> RaggedBatch:
+    """The step as attention plans it, in which a cache has whole keys where it rounds them by channel."""
+    if not isinstance(cache, ChannelCache):
+        return batch
+    cache.keep_newest_keys(4)
+    rows = torch.empty(int(batch.query_starts[-1]), dtype=torch.int64, device=META)
+    return begin_step([cache], batch, 2 * np.arange(batch.context_lens.size), rows)
 
 
 def _ragged(block_size: int) -> RaggedBatch:
@@ -314,6 +332,14 @@ def _recurrent() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "selective scan", partial(scan, make(4, 1, keys, channels), step)
 
 
+ROWS_OF_TWO: dict[str, Any] = {
+    "query_starts": np.arange(3),
+    "context_lens": np.array([64, 65]),
+    "block_tables": np.zeros((2, 2), np.int64),
+    "block_size": 64,
+}
+
+
 def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
     """Llama's heads over every type of cache."""
     device = torch.device("meta")
@@ -324,7 +350,7 @@ def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
     for kind in dict.fromkeys(stored for kind, stored in TYPES if kind == torch.bfloat16):
         cache = allocate_layer(
             num_blocks=1,
-            block_size=16,
+            block_size=64 if kind == "kivi4" else 16,
             num_heads=8,
             key_dim=128,
             value_dim=128,
@@ -332,6 +358,8 @@ def _rope() -> Iterator[tuple[str, Callable[[], object]]]:
             dtype=kind,
             device=device,
         )
+        # Two rows, each of which may fill a block.
+        _begin(cache, RaggedBatch(**ROWS_OF_TWO))
         name = f"rope and store, {str(kind).removeprefix('torch.')}"
         yield name, partial(rope_and_store, q, k, v, angles, angles, slots, cache)
 

@@ -53,6 +53,7 @@ from engine.model.weights import WeightReader
 from kernels.adapters.backends import adapter_step
 from kernels.attention.backends import AttentionBackend
 from kernels.host import on_device
+from kernels.paged_cache.channel_cache import begin_step, channel_caches
 from kernels.paged_cache.store import LayerCache
 from kernels.selection import Kernels
 
@@ -261,8 +262,10 @@ class Decoder:
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
         plan, ragged = attention.plan(batch.ragged, batch.slots.device), batch.ragged
+        cut_plans: list[Any] = [None, None]
         adapters = None if batch.adapters is None else on_device(batch.adapters, self.device)
         states = windows = None
+        kept = ragged
         if batch.states is not None:
             states = self.kernels.recurrent.place(
                 batch.states,
@@ -274,8 +277,21 @@ class Decoder:
         if batch.windows is not None:
             kept = replace(ragged, block_tables=batch.windows.block_tables)
             windows = batch.windows.slots, attention.plan(kept, batch.slots.device)
+        for in_windows in (False, True):
+            if by_channel := [each for each in channel_caches(caches) if each.in_windows == in_windows]:
+                cut = begin_step(by_channel, kept if in_windows else ragged, batch.recent_rows, batch.slots)
+                cut_plans[in_windows] = attention.plan(cut, batch.slots.device)
         return self.run(
-            batch.token_ids, batch.positions, batch.slots, caches, attention, plan, adapters, states, windows
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            caches,
+            attention,
+            plan,
+            adapters,
+            states,
+            windows,
+            (cut_plans[0], cut_plans[1]),
         )
 
     @torch.inference_mode()
@@ -290,10 +306,11 @@ class Decoder:
         adapters: Tensor | None = None,
         states: Any = None,
         windows: tuple[Tensor, Any] | None = None,
+        cut_plans: tuple[Any, Any] = (None, None),
     ) -> Tensor:
         """`forward` of tokens [T] whose attention is planned already; on a GPU without a word from the host,
         so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters;
-        `windows` as in StepContext.
+        `windows` and `cut_plans` as in StepContext: caches whose keys are by channel know the step.
         """
         step = StepContext(
             kernels=self.kernels,
@@ -308,6 +325,7 @@ class Decoder:
             attention=attention,
             attention_plan=attention_plan,
             windows=windows,
+            cut_plans=cut_plans,
             adapters=None
             if adapters is None
             else adapter_step(self.kernels, adapters, self.num_adapter_slots),

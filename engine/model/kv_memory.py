@@ -84,6 +84,16 @@ def own_key_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_tokens: int) -> int:
     return num_tokens * width * 4
 
 
+def piece_bytes(spec: ModelSpec, kv_dtypes: KvDtypes, num_tokens: int) -> int:
+    """What torch keeps of the keys of such a step that are whole, in bfloat16: layers that round them by
+    channel share it one after another.
+    """
+    types = by_layer(kv_dtypes, spec.num_layers)
+    shapes = [spec.cache_shape(layer) for layer in range(spec.num_layers) if types[layer] == BY_CHANNEL]
+    widths = (shape.num_heads * shape.key_dim for shape in shapes if shape is not None)
+    return num_tokens * 2 * max(widths, default=0)
+
+
 def num_slots(config: EngineConfig) -> int:
     """Sequences whose newest keys there is room for, by their slots of the runner's table, of which lower
     ones serve first. What is not written takes no memory.
@@ -193,22 +203,13 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
     )
 
 
-def check_channels(config: EngineConfig, kv_dtypes: Sequence[str], device: str) -> None:
+def check_channels(cache: CacheConfig, kv_dtypes: Sequence[str]) -> None:
     """Raises ConfigError for what does not go with keys that are rounded by channel."""
-    if BY_CHANNEL not in kv_dtypes:
-        return
-    size = config.cache.block_size
-    for key, is_refused, because in (
-        (
-            "engine.cache.block_size",
-            size != KEY_GROUP,
-            f"keys share their steps in blocks; set it to {KEY_GROUP}",
-        ),
-        ("engine.device", device != "cpu", "CPUs alone compute it; set it to cpu, or kv_dtype to int4"),
-        ("engine.native", config.native == "off", "torch has no such keys; set it to auto or required"),
-    ):
-        if is_refused:
-            raise ConfigError(f"{key}: does not go with keys and values of {BY_CHANNEL}: {because}")
+    if BY_CHANNEL in kv_dtypes and cache.block_size != KEY_GROUP:
+        raise ConfigError(
+            f"engine.cache.block_size: does not go with keys and values of {BY_CHANNEL}: "
+            f"keys share their steps in blocks; set it to {KEY_GROUP}"
+        )
 
 
 def check_forgotten_bytes(spec: ModelSpec, cache: CacheConfig) -> None:

@@ -26,6 +26,7 @@ from kernels.attention.indexed import IndexQueries
 from kernels.attention.ragged import AttentionOptions
 from kernels.linear.backends import QuantizingProduct
 from kernels.norm.backends import QuantizingNorm, RowNorm
+from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.store import LayerCache
 from kernels.rope.reference import rotate
 from kernels.rows import QuantizedRows
@@ -46,6 +47,8 @@ class StepContext:
     attention_plan: Any
     # Slots [T] and plan of layers with a window, where these keep blocks of their own.
     windows: tuple[Tensor, Any] | None = None
+    # Plans of the step cut at blocks, and of that in window blocks, where layers have keys by channel.
+    cut_plans: tuple[Any, Any] = (None, None)
     # Which rows have adapters; None where none has.
     adapters: AdapterStep | None = None
     # What layers read of the second embedding [T, layers, width], where there is one.
@@ -71,7 +74,10 @@ class StepContext:
 
     def plan_of(self, cache: LayerCache) -> Any:
         """The plan of a layer's attention."""
-        return self.windows[1] if self.windows is not None and cache.in_windows else self.attention_plan
+        in_windows = self.windows is not None and cache.in_windows
+        if isinstance(cache, ChannelCache):
+            return self.cut_plans[in_windows]
+        return self.windows[1] if self.windows is not None and in_windows else self.attention_plan
 
 
 def read_linear(

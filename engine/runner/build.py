@@ -55,7 +55,6 @@ from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
 from kernels.host import HOST, Device
 from kernels.native.library import NativeLibrary, load_native
-from kernels.paged_cache.host import BY_CHANNEL
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.memory import keep_freed_memory, one_heap
@@ -243,11 +242,6 @@ def _load(
             f"engine.speculation.method = {method!r}: {done} by the native kernels of CPUs, and torch "
             "serves this model here; set engine.native to required to be told why, or the method to ngram, "
             "suffix or draft_model"
-        )
-    if library is None and BY_CHANNEL in given.kv_dtypes:
-        raise ConfigError(
-            f"engine.cache.kv_dtype: {BY_CHANNEL} is computed by the native kernels of CPUs, and torch "
-            "serves this model here; set engine.native to required to be told why, or kv_dtype to int4"
         )
     attention: AttentionBackend | None = None
     device: Device = HOST

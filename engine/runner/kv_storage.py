@@ -19,7 +19,7 @@ from engine.model.spec import ModelSpec
 from engine.runner.prefix_disk.blocks import BlockBytes
 from engine.types import SchedulerOutput
 from kernels.host import Device, HostDevice, Values, address_of, advise, on_device
-from kernels.paged_cache.host import allocate_host_layer
+from kernels.paged_cache.host import BY_CHANNEL, allocate_host_layer
 from kernels.recurrent.store import JointCache, NoCache, allocate_states
 
 # Memory of the cache is had from the system before a step writes there.
@@ -281,6 +281,11 @@ class KvStorage:
             layer.keep_newest_keys(num_sequences)
             self._num_recent = num_sequences
 
+    @property
+    def keeps_newest_keys(self) -> bool:
+        """Whether steps write over whole keys, without which one of more than a block cannot be repeated."""
+        return self._num_recent > 0
+
     def recent_rows(
         self, slots: NDArray[np.int64], num_left: NDArray[np.int64] | int = 0
     ) -> NDArray[np.int64]:
@@ -372,6 +377,8 @@ def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> 
 
     from kernels.paged_cache.store import allocate_layer
 
+    if kv_dtype == BY_CHANNEL:
+        return allocate_layer(**shape, dtype="kivi4", device=device)
     # Of four bits torch has the name alone: what is allocated are bytes.
     dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
     return allocate_layer(**shape, dtype=dtype, device=device)

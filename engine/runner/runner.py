@@ -174,7 +174,9 @@ class ModelRunner:
             self._settle()
         sampled = None
         # States have moved on by then: such a step fails, and its sequences begin anew in smaller ones.
-        tries_again = (StepTooLargeError,) if self.model.spec.state is None else ()
+        # So have newest keys that are whole.
+        moves_on = self.model.spec.state is not None or self.storage.keeps_newest_keys
+        tries_again = () if moves_on else (StepTooLargeError,)
         # The error is dropped before the next attempt, because its traceback keeps tensors alive.
         with suppress(*tries_again):
             sampled = self._compute(sound, ahead=ahead)

@@ -76,6 +76,9 @@ class FlashAttention:
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> Any:
         """The other back end's plan when no sequence has many rows."""
+        if batch.is_by_block:
+            # Keys of two kinds.
+            return self.rest.plan(batch, device)
         many = (batch.query_lens > FEW_ROWS) & (batch.context_lens <= GATHERED_POSITIONS)
         if not many.any():
             return self.rest.plan(batch, device)

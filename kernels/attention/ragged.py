@@ -26,11 +26,31 @@ class RaggedBatch:
     block_size: int
     # Where votes of each sequence's queries go [S, 4], as in the kernels' Step; None where nobody votes.
     votes: NDArray[np.int64] | None = None
+    # Whether what each sequence computes lies in one block, whose keys attention reads whole (ChannelCache).
+    is_by_block: bool = False
 
     @property
     def query_lens(self) -> NDArray[np.int64]:
         """[S] tokens that each sequence computes."""
         return np.diff(self.query_starts)
+
+    def by_block(self) -> tuple[RaggedBatch, NDArray[np.int64]]:
+        """The same rows, each sequence cut where blocks end into pieces; and which [V] they are of."""
+        size, ends, lens = self.block_size, self.context_lens, self.query_lens
+        first = (ends - lens) // size
+        counts = (ends - 1) // size + 1 - first
+        owners = np.repeat(np.arange(ends.size), counts)
+        after = (ragged_ranges(first, counts) + 1) * size
+        begins = np.maximum(after - size, (ends - lens)[owners])
+        cut_ends = np.minimum(after, ends[owners])
+        cut = RaggedBatch(
+            query_starts=np.concatenate(([0], np.cumsum(cut_ends - begins))),
+            context_lens=cut_ends,
+            block_tables=self.block_tables[owners],
+            block_size=size,
+            is_by_block=True,
+        )
+        return cut, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +112,10 @@ class Reach(NamedTuple):
         if self.chunk is not None:
             begins = np.maximum(begins, positions // self.chunk * self.chunk)
         return begins
+
+
+def ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers [first, first + count) of each, one after another."""
+    before = np.cumsum(counts) - counts
+    offsets: NDArray[np.int64] = np.repeat(firsts - before, counts)
+    return np.arange(offsets.size) + offsets

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
+from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.store import LayerCache
 
 
@@ -35,11 +36,16 @@ class ReferenceAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
+        assert plan.is_by_block or not isinstance(cache, ChannelCache), "cut at blocks"
         out: Tensor | None = None
         for index, length in enumerate(plan.context_lens.tolist()):
             first, last = plan.query_starts[index : index + 2].tolist()
             blocks = torch.from_numpy(plan.block_tables[index : index + 1, : -(-length // plan.block_size)])
             keys, values = (part[0, :, :length] for part in cache.gather(blocks.to(q.device)))
+            if isinstance(cache, ChannelCache):
+                # The last block is that of all its queries.
+                begin = (length - 1) // plan.block_size * plan.block_size
+                keys[:, begin:] = cache.whole_of_pieces(slice(index, index + 1))[0, :, : length - begin]
             if options.window is not None:
                 # Values before every query's window are zeroed, because their blocks may have been given up
                 # and hold anything, even NaN.

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.attention.ragged import AttentionOptions, RaggedBatch, Reach
 from kernels.linear.batched import batched_product
 from kernels.linear.rows import ROW_MULTIPLE
+from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.store import LayerCache
 
 HISTORY_CHUNK = 256
@@ -45,6 +46,9 @@ class _ChunkPlan:
         Tensor | None
     )  # [num_tiles, 1, C, 1] True past the sequence's end and before the window, where the cache holds
     # anything at all
+    # Of a step that is cut at blocks: tiles whose own block this chunk has, which of its blocks that is, and
+    # the pieces of sequences that they are of [3, O].
+    own: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -124,6 +128,8 @@ class TiledAttention:
         state: RunningSoftmax | None = None
         for chunk in tiles.chunks:
             keys, values = cache.gather(chunk.blocks)
+            if isinstance(cache, ChannelCache):
+                _take_whole(keys, cache, chunk)
             scores = products(queries[: chunk.num_tiles], keys.transpose(2, 3))  # [B', K, M, C]
             if options.soft_cap is not None:
                 scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
@@ -182,6 +188,15 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     return product.view(*left.shape[:3], right.shape[-1])
 
 
+def _take_whole(keys: Tensor, cache: ChannelCache, chunk: _ChunkPlan) -> None:
+    """Whole keys take the place of those of the queries' own blocks in keys [B', K, C, D] of a chunk."""
+    assert chunk.own is not None, "the step is cut at blocks"
+    if chunk.own.shape[1]:
+        tiles, columns, pieces = chunk.own
+        blocks = keys.view(*keys.shape[:2], -1, cache.block_size, keys.shape[3])
+        blocks[tiles, :, columns] = cache.whole_of_pieces(pieces)
+
+
 def _sinks_of_rows(sinks: Tensor, num_kv_heads: int, tile_tokens: int, num_rows: int) -> Tensor:
     """sinks [H] -> [K, M, 1], the order of a tile's rows (token, then head of the group)."""
     rows = sinks.view(num_kv_heads, 1, -1).expand(-1, tile_tokens, -1).reshape(num_kv_heads, -1)
@@ -235,6 +250,10 @@ def _plan_chunk(
     columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
+    own = None
+    if batch.is_by_block:
+        tiles, places = np.nonzero(columns == positions[:, -1:] // batch.block_size)
+        own = torch.from_numpy(np.stack((tiles, places, owner[tiles]))).to(device)
     end = start + length
     begins = reach.first(positions)  # [B, Q]
     begins_early = not reach.is_whole and bool((start < begins[:, 0]).any())
@@ -255,7 +274,7 @@ def _plan_chunk(
                 stale |= key_at[:, 0] < first_at[:, 0]
             stale = stale[:, None, :, None]
     return _ChunkPlan(
-        num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale
+        num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale, own=own
     )
 
 

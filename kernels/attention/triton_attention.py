@@ -26,12 +26,13 @@ from kernels.attention.triton_kernels import attention_kernel, list_parts_kernel
 from kernels.attention.triton_plan import Items, make_plan, most_parts
 from kernels.attention.tuning import arch_of
 from kernels.host import on_device
+from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
 from kernels.paged_cache.triton_four_bits import turn_rows
 
 PROGRAMS_PER_PROCESSOR = 6
 # What the kernels read.
-DenseCache = PlainCache | QuantizedCache | FourBitCache
+DenseCache = PlainCache | QuantizedCache | FourBitCache | ChannelCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,17 @@ class DevicePlan:
     whole: tuple[Tensor, Tensor] | None
     # Where the device lists the items: how many there are [1].
     num_listed: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerPlan:
+    """A step, and what is made of it by window when a layer first needs it: layers with the same window share
+    one.
+    """
+
+    batch: RaggedBatch
+    device: torch.device
+    made: dict[int | None, DevicePlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +135,9 @@ class TritonAttention:
         # Launch shapes used instead of those that did not fit into the device's shared memory.
         self.smaller: dict[tuple[int, torch.dtype, torch.dtype, bool], LaunchShape] = {}
 
-    def plan(self, batch: RaggedBatch, device: torch.device) -> dict[int | None, DevicePlan]:
-        """Plans by window, made when a layer first needs them: layers with the same window share one."""
-        self._batch, self._device = batch, device
-        return {}
+    def plan(self, batch: RaggedBatch, device: torch.device) -> EagerPlan:
+        """See AttentionBackend."""
+        return EagerPlan(batch=batch, device=device)
 
     def plan_decode(self, batch: DecodeBatch) -> CapturedPlan:
         """See CapturedAttention."""
@@ -147,7 +158,7 @@ class TritonAttention:
 
     def run(
         self,
-        plan: dict[int | None, DevicePlan] | CapturedPlan,
+        plan: EagerPlan | CapturedPlan,
         q: Tensor,
         cache: DenseCache,
         options: AttentionOptions,
@@ -158,11 +169,14 @@ class TritonAttention:
         if isinstance(cache, FourBitCache):
             # Keys and values are rotated; nothing else of attention knows of it.
             return turn_rows(self._attended(plan, turn_rows(q), cache, options, sinks), back=True)
+        if isinstance(cache, ChannelCache):
+            # Values alone are.
+            return turn_rows(self._attended(plan, q, cache, options, sinks), back=True)
         return self._attended(plan, q, cache, options, sinks)
 
     def _attended(
         self,
-        plan: dict[int | None, DevicePlan] | CapturedPlan,
+        plan: EagerPlan | CapturedPlan,
         q: Tensor,
         cache: DenseCache,
         options: AttentionOptions,
@@ -172,15 +186,15 @@ class TritonAttention:
             if isinstance(plan, CapturedPlan):
                 work = plan.of(options.window)
             else:
-                if options.window not in plan:
-                    plan[options.window] = self._device_plan(options.window, q, cache)
-                work = plan[options.window]
+                if options.window not in plan.made:
+                    plan.made[options.window] = self._device_plan(plan, options.window, q, cache)
+                work = plan.made[options.window]
             try:
                 return self._run(work, q, cache, options, sinks)
             except ShapeRefusedError:
-                if isinstance(plan, dict):
+                if isinstance(plan, EagerPlan):
                     # Cut for the tiles of the shape that was refused.
-                    plan.clear()
+                    plan.made.clear()
 
     def _key(
         self, q: Tensor, cache: DenseCache, *, final: bool
@@ -201,7 +215,7 @@ class TritonAttention:
     def _bulk(self, q: Tensor, cache: DenseCache, shape: LaunchShape) -> bool:
         """Whether steps are fetched by Hopper's copy engine: each must be one piece of one block."""
         hopper = (self._arch or arch_of(q.device)) >= "sm_90"
-        if not hopper or cache.block_size % shape.step or isinstance(cache, FourBitCache):
+        if not hopper or cache.block_size % shape.step or cache.keys.dtype == torch.uint8:
             return False
         dims = [store.shape[-1] for store in (cache.keys, cache.values) if store is not None]
         aligned = all(dim * cache.keys.element_size() % 16 == 0 for dim in dims)
@@ -209,15 +223,16 @@ class TritonAttention:
         # Columns beyond a key are filled with zeros, those of its tail are not.
         return aligned and q.element_size() == 2 and main in (dims[0], _block(main))
 
-    def _device_plan(self, window: int | None, q: Tensor, cache: DenseCache) -> DevicePlan:
+    def _device_plan(self, plan: EagerPlan, window: int | None, q: Tensor, cache: DenseCache) -> DevicePlan:
+        assert plan.batch.is_by_block or not isinstance(cache, ChannelCache), "cut at blocks"
         split, whole = (self._shape(q, cache, final=final) for final in (False, True))
         made = make_plan(
-            self._batch,
+            plan.batch,
             split_rows=split.tile // split.heads,
             tile_rows=whole.tile // whole.heads,
             window=window,
         )
-        there = partial(on_device, device=self._device)
+        there = partial(on_device, device=plan.device)
 
         def items(some: Items) -> tuple[Tensor, Tensor] | None:
             return (there(some.rows), there(some.fields)) if some.rows.size else None
@@ -293,6 +308,7 @@ class TritonAttention:
                 *tensors,
                 *stored,
                 cache.scales if cache.scales is not None else stats,
+                *_whole_keys(cache),
                 sinks if sinks is not None else stats,
                 plan.tables,
                 plan.positions,
@@ -313,7 +329,7 @@ class TritonAttention:
                 TILE=shape.tile,
                 STEP=shape.step,
                 SHARED_VALUE=shared,
-                SCALED=cache.scales is not None,
+                SCALES=0 if cache.scales is None else cache.scales.shape[3],
                 SOFT_CAP=options.soft_cap is not None,
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
@@ -332,20 +348,32 @@ class TritonAttention:
 def _kv_of(cache: DenseCache) -> str:
     if isinstance(cache, PlainCache):
         return "plain"
-    if isinstance(cache, FourBitCache):
-        return "int4"
+    if isinstance(cache, FourBitCache | ChannelCache):
+        return cache.type_name
     return "int8" if cache.keys.dtype == torch.int8 else "fp8"
 
 
 def _value_dim(cache: DenseCache) -> int:
     if cache.values is None:
         return cache.shared_value_dim
-    return int(cache.values.shape[-1]) * (2 if isinstance(cache, FourBitCache) else 1)
+    return int(cache.values.shape[-1]) * (2 if cache.keys.dtype == torch.uint8 else 1)
 
 
 def _stored(cache: DenseCache) -> tuple[Tensor, Tensor, Tensor]:
     """Where the kernel finds keys, their tails and values."""
     return cache.keys, cache.keys, cache.keys if cache.values is None else cache.values
+
+
+def _whole_keys(cache: DenseCache) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Channels, blocks of whole keys that steps share and those of this one, which each sequence has, and how
+    many there are of the first; of other caches anything.
+    """
+    if not isinstance(cache, ChannelCache):
+        return cache.keys, cache.keys, cache.keys, cache.keys, 0
+    assert cache.recent is not None, "a step has begun"
+    assert cache.step is not None, "with room for its keys"
+    own = cache.recent if cache.own is None else cache.own
+    return cache.channels, cache.recent, own, cache.step.rows, cache.recent.shape[0]
 
 
 def _described(cache: DenseCache, main: int, step: int) -> tuple[TensorDescriptor | Tensor, ...]:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.triton_plan import MOST_PARTS, PART
+from kernels.paged_cache.triton_channels import whole_block
 from kernels.paged_cache.triton_four_bits import levels_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -59,6 +60,16 @@ def _fetched(
     else:
         found = _vectors(source, slot.to(tl.int64) * DIM, there, FIRST, SIZE, BLOCK, MASKED)
     return found
+
+
+@triton.jit
+def _by_channel(levels, channels, block, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys [rows, BLOCK] of a block, whose channels have a middle and half a step of their own."""
+    offset = tl.arange(0, BLOCK)
+    at = channels + block.to(tl.int64) * (2 * SIZE) + offset
+    middle = tl.load(at, mask=offset < SIZE, other=0.0).to(tl.float32)
+    half = tl.load(at + SIZE, mask=offset < SIZE, other=0.0).to(tl.float32)
+    return levels.to(tl.float32) * half[None, :] + middle[None, :]
 
 
 @triton.jit
@@ -144,23 +155,25 @@ def _advance(
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
     ALONE: tl.constexpr,
     MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Takes positions [start, start + STEP) in, of which those before `begin` and from `end` on may hold
     anything. Unless MASKED, every row sees all of them; the arithmetic is the same, so that no bit depends on
-    which it was.
+    which it was. WHOLE: they lie in the rows' own block, whose keys are whole.
     """
     MAIN: tl.constexpr = SIZES[0]
     TAIL: tl.constexpr = SIZES[1]
     VALUE_DIM: tl.constexpr = SIZES[2]
     q_main, q_tail, position = query
-    table, keys, tails, values, scales, kv_head, num_kv_heads = history
+    table, keys, tails, values, scales, channels, whole, kv_head, num_kv_heads = history
     scale, soft_cap, window = how
+    BY_CHANNEL: tl.constexpr = SCALES == 1
     DTYPE: tl.constexpr = q_main.dtype
     KEY_DIM: tl.constexpr = MAIN + TAIL
     offset = start + tl.arange(0, STEP)
@@ -168,14 +181,20 @@ def _advance(
     if WINDOW:
         there = there & (offset >= begin)
     # Latent keys leave no registers for it.
-    WITHIN: tl.constexpr = BLOCK_SIZE % STEP == 0 and (BULK or MAIN <= 256)
+    WITHIN: tl.constexpr = BLOCK_SIZE % STEP == 0 and (BULK or BY_CHANNEL or MAIN <= 256)
     slot, first = _slots(table, start, offset, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, WITHIN, MASKED)
-    key = _fetched(keys, first, slot, there, KEY_DIM, 0, MAIN, SIZES[3], BULK, MASKED).to(DTYPE)
+    if WHOLE:
+        key = _vectors(whole, offset % BLOCK_SIZE * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
+    else:
+        key = _fetched(keys, first, slot, there, KEY_DIM, 0, MAIN, SIZES[3], BULK, MASKED)
+        if BY_CHANNEL:
+            key = _by_channel(key, channels, first // BLOCK_SIZE, MAIN, SIZES[3])
+        key = key.to(DTYPE)
     score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
     if TAIL > 0:
         tail = _fetched(tails, first, slot, there, KEY_DIM, MAIN, TAIL, SIZES[4], BULK, MASKED).to(DTYPE)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
-    if SCALED:
+    if SCALES == 2:
         score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
     score, factor = _capped(score, scale, soft_cap, SOFT_CAP)
     if MASKED:
@@ -196,8 +215,8 @@ def _advance(
     if BULK and MASKED:
         value = tl.where(there[:, None], value, 0.0)
     total *= shrink[:, None]
-    if SCALED:
-        part = scales + slot.to(tl.int64) * 2 + (0 if SHARED_VALUE else 1)
+    if SCALES:
+        part = scales + slot.to(tl.int64) * SCALES + (0 if SHARED_VALUE else SCALES - 1)
         total = _add_scaled(total, share, tl.load(part, mask=there, other=0.0), value)
     else:
         total = tl.dot(share.to(DTYPE), value, total, input_precision="ieee")
@@ -274,7 +293,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BULK: tl.constexpr,
@@ -283,6 +302,7 @@ def _attend(
 ):
     """Of positions [begin, end): maximum in powers of two, weight and unnormalized sum of each row."""
     TILE: tl.constexpr = present.shape[0]
+    BY_CHANNEL: tl.constexpr = SCALES == 1
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     # Triton 3.6 takes no element of a tuple for a shape, only a constant by its name.
@@ -295,14 +315,21 @@ def _attend(
         low = begin // STEP * STEP
     high = low
     start = low
-    # A part is too short for several loops.
-    if FINAL:
-        position = tl.where(present, query[2], 2147483647)
-        high = tl.maximum((tl.minimum(tl.min(position, axis=0) + 1, end) // STEP) * STEP, low)
-        if WINDOW:
+    # A part is too short for several loops, but for one over rows' own block, where keys are by channel. The
+    # rows of an item have the same one, or theirs lie behind it.
+    if FINAL or BY_CHANNEL:
+        position = tl.min(tl.where(present, query[2], 2147483647), axis=0)
+        if BY_CHANNEL:
+            high = tl.maximum(tl.minimum(position // BLOCK_SIZE * BLOCK_SIZE, end), low)
+        else:
+            high = tl.maximum((tl.minimum(position + 1, end) // STEP) * STEP, low)
+        if not FINAL:
+            low = high
+        elif WINDOW:
             highest = tl.max(tl.where(present, query[2], 0), axis=0)
             low = tl.minimum(tl.maximum(tl.cdiv(highest - how[2] + 1, STEP) * STEP, low), high)
-    for LOOP in tl.static_range((0 if WINDOW else 1) if FINAL else 2, 3):
+    FIRST: tl.constexpr = (0 if WINDOW else 1) if FINAL else (0 if BY_CHANNEL else 2)
+    for LOOP in tl.static_range(FIRST, 3, 1 if FINAL else 2):
         lower = start if LOOP == 0 else (low if LOOP == 1 else high)
         upper = low if LOOP == 0 else (high if LOOP == 1 else end)
         for at in range(lower, upper, STEP):
@@ -320,12 +347,13 @@ def _attend(
                 BLOCK_SIZE,
                 STEP,
                 SHARED_VALUE,
-                SCALED,
+                SCALES,
                 SOFT_CAP,
                 WINDOW,
                 BULK,
                 ALONE,
                 LOOP != 1,
+                BY_CHANNEL and LOOP == 2,
             )
     return largest, weight, total
 
@@ -358,7 +386,7 @@ def _store_part(sums, stats, largest, weight, total, at, present, SIZES: tl.cons
 
 
 # Numbers that change from step to step must not decide what is compiled.
-@triton.jit(do_not_specialize=["num_items", "table_stride"])
+@triton.jit(do_not_specialize=["num_items", "table_stride", "num_recent"])
 def attention_kernel(
     q,
     out,
@@ -368,6 +396,11 @@ def attention_kernel(
     tails,
     values,
     scales,
+    channels,
+    recent,
+    own,
+    whole_rows,
+    num_recent,
     sinks,
     tables,
     positions,
@@ -389,7 +422,7 @@ def attention_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -402,7 +435,8 @@ def attention_kernel(
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
     tail of a key, value, and the widths of their tiles. LISTED: num_items is room for so many items,
     num_listed [1] how many there are, and programs take turns. HALF: products are of
-    float16, whatever the queries are.
+    float16, whatever the queries are. SCALES: how many a slot has; one where keys are by channel, of which
+    each sequence has a block of whole ones.
     """
     begin, end, stride = 0, 1, 1
     if LISTED:
@@ -413,18 +447,23 @@ def attention_kernel(
         sequence = tl.load(field + 2 * num_items)
         token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
         table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
+        whole = keys
+        if SCALES == 1:
+            elements = num_kv_heads * BLOCK_SIZE * SIZES[0]
+            whole = whole_block(recent, own, tl.load(whole_rows + sequence), num_recent, elements)
+            whole += kv_head * BLOCK_SIZE * SIZES[0]
         largest, weight, total = _attend(
             tl.load(field + 3 * num_items),
             tl.load(field + 4 * num_items),
             present,
             _queries(q, positions, token, head, present, num_heads, GROUP, SIZES, HALF),
-            (table, keys, tails, values, scales, kv_head, num_kv_heads),
+            (table, keys, tails, values, scales, channels, whole, kv_head, num_kv_heads),
             (scale, soft_cap, window),
             SIZES,
             BLOCK_SIZE,
             STEP,
             SHARED_VALUE,
-            SCALED,
+            SCALES,
             SOFT_CAP,
             WINDOW,
             BULK,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.attention.ragged import RaggedBatch
+from kernels.attention.ragged import RaggedBatch, ragged_ranges
 
 # Positions of the shortest part; longer histories have longer ones, so that no row has more than MOST_PARTS.
 PART = 256
@@ -95,13 +95,6 @@ def make_plan(
         num_parts=int(part_count.sum()),
         block_tables=batch.block_tables.astype(np.int32),
     )
-
-
-def ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers [first, first + count) of each, one after another."""
-    before = np.cumsum(counts) - counts
-    offsets: NDArray[np.int64] = np.repeat(firsts - before, counts)
-    return np.arange(offsets.size) + offsets
 
 
 def _reach(first_positions: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:

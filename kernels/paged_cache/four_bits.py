@@ -11,8 +11,8 @@ Before that, elements get the signs of the Rudin-Shapiro sequence, whose Hadamar
 then that of a vector which a Hadamard matrix by itself would gather in one element, such as a constant one.
 
 Keys by channel, whose block is rounded when it is full, lose far less (`key_groups`,
-`python -m benchmarks.kv_channels`). But a block's newest keys lie elsewhere until then, which not all that
-serves keys and values can do: see `engine.model.kv_memory.check_channels`.
+`python -m benchmarks.kv_channels`). But they take blocks of 64 tokens, and memory for each sequence's newest
+keys.
 
 A code c from 0 to 15 stands for (2 c - 15) times the scale. Of each 8 elements, the first four are the low
 halves of four bytes, the others their high halves.

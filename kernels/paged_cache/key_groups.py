@@ -1,4 +1,5 @@
-"""Keys in four bits by channel (KIVI, arXiv 2402.02750), in plain torch: the oracle of key_groups.cc.
+"""Keys in four bits by channel (KIVI, arXiv 2402.02750), in plain torch: the oracle of key_groups.cc and
+of Triton.
 
 A channel of keys keeps to its own range, which may be far from zero: rounded with the other channels of its
 token it takes their levels, rounded with the other tokens of its block it has 16 of its own. A block's newest

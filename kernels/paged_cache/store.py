@@ -9,12 +9,14 @@ gathered blocks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.paged_cache import four_bits
+from kernels.paged_cache.channel_cache import ChannelCache
+from kernels.paged_cache.host import BY_CHANNEL
 from kernels.paged_cache.memory import empty_on_huge_pages
 
 # Largest magnitude of each type that quantized keys and values are stored in.
@@ -146,13 +148,17 @@ def allocate_layer(
     key_dim: int,
     value_dim: int,
     shared_value_dim: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["kivi4"],
     device: torch.device,
-) -> PlainCache | QuantizedCache | FourBitCache:
+) -> PlainCache | QuantizedCache | FourBitCache | ChannelCache:
     """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
-    reads a slot before writing it, and on a CPU untouched memory costs nothing.
+    reads a slot before writing it, and on a CPU untouched memory costs nothing. Of kivi4 `keep_newest_keys`
+    follows.
     """
     shape = (num_blocks + 1, num_heads, block_size)
+    if dtype == BY_CHANNEL:
+        return ChannelCache.allocate(shape, key_dim, value_dim, device)
+    assert isinstance(dtype, torch.dtype), "kivi4 is the only name"
     if dtype == torch.int4:  # type: ignore[attr-defined]
         assert value_dim, "values are not part of keys"
         assert (key_dim | value_dim) % four_bits.GROUP == 0, f"vectors of {key_dim} and {value_dim}"

@@ -48,12 +48,20 @@ def store_four_bits(values, target, scale_at, DIM: tl.constexpr, TURN: tl.conste
     SIZE: tl.constexpr = values.shape[0]
     levels, scale = scaled_row(_turned(values, TURN, False), 15.0, False)
     tl.store(scale_at, scale)
-    code = ((levels + 15.0) * 0.5 + 12582912.0) - 12582912.0
-    groups = tl.reshape(tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32), (SIZE // 8, 2, 4))
-    low, high = tl.split(tl.permute(groups, (0, 2, 1)))
     offset = tl.arange(0, SIZE // 2)
-    packed = tl.reshape(low | (high << 4), (SIZE // 2,)).to(tl.uint8)
+    packed = tl.reshape(packed_codes(tl.reshape(levels, (1, SIZE))), (SIZE // 2,))
     tl.store(target + offset, packed, mask=offset < DIM // 2)
+
+
+@triton.jit
+def packed_codes(levels):
+    """Bytes [rows, SIZE / 2] of the codes nearest to levels [rows, SIZE]."""
+    ROWS: tl.constexpr = levels.shape[0]
+    SIZE: tl.constexpr = levels.shape[1]
+    code = ((levels + 15.0) * 0.5 + 12582912.0) - 12582912.0
+    groups = tl.reshape(tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32), (ROWS, SIZE // 8, 2, 4))
+    low, high = tl.split(tl.permute(groups, (0, 1, 3, 2)))
+    return tl.reshape(low | (high << 4), (ROWS, SIZE // 2)).to(tl.uint8)
 
 
 @triton.jit

@@ -6,13 +6,17 @@ block size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.norm.triton_norm import LIMITS, scaled_row
+from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
+from kernels.paged_cache.triton_channels import close_blocks, whole_block
 from kernels.paged_cache.triton_four_bits import store_four_bits
 
 CACHE_LIMITS = {torch.int8: LIMITS["int8"], torch.float8_e4m3fn: LIMITS["fp8"]}
@@ -49,7 +53,7 @@ def _store(values, target, scale_at, inside, LIMIT: tl.constexpr, ROUND: tl.cons
     tl.store(target, values.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_recent"])
 def rope_and_store_kernel(
     q,
     k,
@@ -61,6 +65,10 @@ def rope_and_store_kernel(
     keys,
     values,
     scales,
+    recent,
+    own,
+    whole_slots,
+    num_recent,
     q_stride,
     k_stride,
     v_stride,
@@ -75,8 +83,11 @@ def rope_and_store_kernel(
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
     FOUR: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """One program per token and head: query heads first, then key and value heads."""
+    """One program per token and head: query heads first, then key and value heads. WHOLE: keys go to blocks
+    of whole ones (StepKeys), from which they are rounded later.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     offset = tl.arange(0, BLOCK)
@@ -94,7 +105,14 @@ def rope_and_store_kernel(
         rotated = _rotated(k + token * k_stride + head * KEY_DIM, cos, sin, half, INTERLEAVED, KEY_DIM, BLOCK)
         # Keys are rounded to the model's type before they are quantized, as without a fused kernel.
         rotated = rotated.to(k.dtype.element_ty).to(tl.float32)
-        if FOUR:
+        if WHOLE:
+            place = tl.load(whole_slots + token)
+            base = whole_block(
+                recent, own, place // block_size, num_recent, num_kv_heads * block_size * KEY_DIM
+            )
+            target = base + (head * block_size + place % block_size) * KEY_DIM + offset
+            tl.store(target, rotated.to(recent.dtype.element_ty), mask=offset < KEY_DIM)
+        elif FOUR:
             rotated = tl.where(offset < KEY_DIM, rotated, 0.0)
             store_four_bits(rotated, keys + at * (KEY_DIM // 2), scales + at * 2, KEY_DIM, KEY_DIM & -KEY_DIM)
         else:
@@ -108,7 +126,8 @@ def rope_and_store_kernel(
             value = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
             if FOUR:
                 packed = values + at * (VALUE_DIM // 2)
-                store_four_bits(value, packed, scales + at * 2 + 1, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
+                scale_at = scales + (at if WHOLE else at * 2 + 1)
+                store_four_bits(value, packed, scale_at, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
             else:
                 _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
 
@@ -120,7 +139,7 @@ def rope_and_store(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    cache: PlainCache | QuantizedCache | FourBitCache,
+    cache: PlainCache | QuantizedCache | FourBitCache | ChannelCache,
     *,
     interleaved: bool = False,
 ) -> Tensor:
@@ -134,6 +153,9 @@ def rope_and_store(
     scales = cos if isinstance(cache, PlainCache) else cache.scales
     limit = CACHE_LIMITS.get(keys.dtype, 0.0)
     value_dim = v.shape[2] if v is not None else 0
+    whole = _whole(cache, slots)
+    if isinstance(cache, ChannelCache):
+        cache.bring()
     out = torch.empty(num_tokens, num_heads, key_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
         rope_and_store_kernel[(num_tokens, num_heads + num_kv_heads)](
@@ -147,6 +169,7 @@ def rope_and_store(
             keys,
             values,
             scales,
+            *whole,
             q.stride(0),
             k.stride(0),
             v.stride(0) if v is not None else 0,
@@ -160,7 +183,24 @@ def rope_and_store(
             INTERLEAVED=interleaved,
             LIMIT=limit,
             ROUND=keys.dtype == torch.int8,
-            FOUR=isinstance(cache, FourBitCache),
+            FOUR=keys.dtype == torch.uint8,
+            WHOLE=isinstance(cache, ChannelCache),
             num_warps=1 if key_dim <= 128 else 4,
         )
+    if isinstance(cache, ChannelCache):
+        close_blocks(cache)
     return out
+
+
+def _whole(
+    cache: PlainCache | QuantizedCache | FourBitCache | ChannelCache, slots: Tensor
+) -> tuple[Any, ...]:
+    """Where whole keys go: blocks that steps share and those of this one, slots, and how many there are of
+    the first; of other caches anything.
+    """
+    if not isinstance(cache, ChannelCache):
+        return cache.keys, cache.keys, slots, 0
+    assert cache.recent is not None, "a step has begun"
+    assert cache.step is not None, "with room for its keys"
+    own = cache.recent if cache.own is None else cache.own
+    return cache.recent, own, cache.step.slots, cache.recent.shape[0]

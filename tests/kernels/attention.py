@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
+from kernels.paged_cache.channel_cache import ChannelCache, StepKeys
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from kernels.paged_cache.store import FourBitCache, LayerCache, PlainCache, QuantizedCache, allocate_layer
 
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ MIXES: list[list[Span]] = [
 
 
 def poisoned_cache(
-    dtype: torch.dtype,
+    dtype: Any,
     num_heads: int,
     key_dim: int,
     value_dim: int,
@@ -58,7 +60,7 @@ def poisoned_cache(
     num_blocks: int = 5,
     block_size: int = 4,
     device: torch.device = CPU,
-) -> PlainCache | QuantizedCache | FourBitCache:
+) -> PlainCache | QuantizedCache | FourBitCache | ChannelCache:
     """Of blocks that hold NaN, or, of levels, 127. A value of size 0 is the first half of its key."""
     cache = allocate_layer(
         num_blocks=num_blocks,
@@ -108,15 +110,43 @@ class Step:
     q: Tensor
     sinks: Tensor | None
     options: AttentionOptions
+    # Keys and values [L, K, D] of each history.
+    texts: list[tuple[Tensor, Tensor | None]]
 
     @property
     def batch(self) -> RaggedBatch:
         return batch_of(self.lengths, self.new, self.tables, self.block_size)
 
+    def begun(self) -> RaggedBatch:
+        """The step as attention plans it: where keys are by channel, its own are written as a layer does."""
+        if not isinstance(self.cache, ChannelCache):
+            return self.batch
+        cache, recent_rows = self.cache, keep_newest(self.cache, self.texts, self.lengths, self.new)
+        assert cache.recent is not None, "kept above"
+        rows, device = self.q.shape[0], self.q.device
+        cut, keys = StepKeys.of(self.batch, recent_rows, len(cache.recent), rows, device)
+        cache.begin(keys)
+        spans = list(zip(self.texts, self.lengths, self.new, strict=True))
+        parts = [
+            torch.cat([text[index][end - count : end] for text, end, count in spans])  # type: ignore[index]
+            for index in range(2)
+        ]
+        padding = (0, 0, 0, 0, 0, rows - len(parts[0]))
+        places = np.full(rows, (len(cache.keys) - 1) * self.block_size)
+        slots = [
+            self.tables[row, at // self.block_size] * self.block_size + at % self.block_size
+            for row, (_, end, count) in enumerate(spans)
+            for at in range(end - count, end)
+        ]
+        places[: len(slots)] = slots
+        keys_now, values = (torch.nn.functional.pad(part, padding).to(device) for part in parts)
+        cache.write(keys_now, values, torch.from_numpy(places).to(device))
+        return cut
+
     def run(self, make: Callable[..., Any]) -> Tensor:
         """What a back end gives for it, whose class or the like is called with numbers of heads."""
         backend = make(num_heads=self.heads[0], num_kv_heads=self.heads[1])
-        plan = backend.plan(self.batch, self.q.device)
+        plan = backend.plan(self.begun(), self.q.device)
         return backend.run(plan, self.q, self.cache, self.options, self.sinks)
 
     def rows(self, span: Span) -> slice:
@@ -134,6 +164,7 @@ class Step:
             lengths=[end for *_, end in spans],
             new=[end - start for _, start, end in spans],
             tables=self.tables[[which for which, *_ in spans]],
+            texts=[self.texts[which] for which, *_ in spans],
             q=torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -len(q) % padding)),
         )
 
@@ -152,11 +183,27 @@ class Step:
     def to(self, device: torch.device) -> Step:
         """The same on another device."""
         cache = copy.copy(self.cache)
-        for name in ("keys", "values", "scales"):
+        for name in ("keys", "values", "scales", "channels", "recent"):
             if getattr(cache, name, None) is not None:
                 setattr(cache, name, getattr(cache, name).to(device))
         sinks = None if self.sinks is None else self.sinks.to(device)
         return replace(self, cache=cache, q=self.q.to(device), sinks=sinks)
+
+
+def keep_newest(
+    cache: ChannelCache, texts: list[tuple[Tensor, Tensor | None]], lengths: list[int], new: list[int]
+) -> np.ndarray:
+    """Whole keys of the blocks in which sequences go on, as the steps before have left them, and NaN; where
+    those of each begin, odd blocks first of every second one.
+    """
+    recent_rows = np.array([2 * row + row % 2 for row in range(len(lengths))])
+    assert cache.recent is not None, "there is room"
+    cache.recent.fill_(float("nan"))
+    for (keys, _), start, row in zip(texts, np.subtract(lengths, new).tolist(), recent_rows, strict=True):
+        index = start // KEY_GROUP
+        before = keys[index * KEY_GROUP : start].transpose(0, 1)
+        cache.recent[row ^ index & 1, :, : before.shape[1]] = before.to(cache.recent)
+    return recent_rows
 
 
 def draw(
@@ -165,7 +212,7 @@ def draw(
     heads: tuple[int, int, int] = (4, 2, 16),
     *,
     value_dim: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: Any = torch.float32,
     q_dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     padding: int = 0,
@@ -173,25 +220,38 @@ def draw(
     **options: Any,
 ) -> Step:
     """Random histories in shuffled blocks of a poisoned cache, rows of padding that hold NaN. Without `new`,
-    whole prompts. Vectors of four bits are multiples of 8 elements.
+    whole prompts. Vectors of four bits are multiples of 8 elements, of kivi4 of 16, in blocks of 64.
     """
     num_heads, num_kv_heads, dim = heads
     new = lengths if new is None else new
     value_dim = dim if value_dim is None else value_dim
     if dtype == torch.int4:
         dim, value_dim = (-(-size // 8) * 8 for size in (dim, value_dim))
+    by_channel = dtype == BY_CHANNEL
+    if by_channel:
+        dim, value_dim, block_size = *(-(-size // 16) * 16 for size in (dim, value_dim)), KEY_GROUP
     generator = torch.Generator().manual_seed(sum(lengths))
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 3
     cache = poisoned_cache(dtype, num_kv_heads, dim, value_dim, num_blocks=num_blocks, block_size=block_size)
-    shuffled = torch.randperm(num_blocks, generator=generator).numpy()
+    if isinstance(cache, ChannelCache):
+        cache.keep_newest_keys(len(lengths) + 1)
+    shuffled, texts = torch.randperm(num_blocks, generator=generator).numpy(), []
     tables = np.zeros((len(lengths), max(counts)), np.int64)
     for row, (length, count, end) in enumerate(zip(lengths, counts, np.cumsum(counts), strict=True)):
         tables[row, :count] = shuffled[end - count : end]
         places = torch.from_numpy(np.repeat(tables[row, :count], block_size)[:length]) * block_size
         keys = torch.randn(length, num_kv_heads, dim, generator=generator)
         values = torch.randn(length, num_kv_heads, value_dim, generator=generator) if value_dim else None
-        cache.write(keys, values, places + torch.arange(length) % block_size)
+        # Some channels of keys lie far from zero.
+        keys[..., ::5] += 4 * by_channel
+        texts.append((keys, values))
+        slots = places + torch.arange(length) % block_size
+        if isinstance(cache, ChannelCache):
+            recent = keep_newest(cache, texts[-1:], [length], [length])
+            batch = batch_of([length], [length], tables[[row]], block_size)
+            cache.begin(StepKeys.of(batch, recent, 2 * len(lengths) + 4, length, CPU)[1])
+        cache.write(keys, values, slots)
     q = torch.randn(sum(new), num_heads, dim, generator=generator).to(q_dtype)
     return Step(
         heads=(num_heads, num_kv_heads),
@@ -203,6 +263,7 @@ def draw(
         q=torch.nn.functional.pad(q, (0, 0, 0, 0, 0, padding), value=float("nan")),
         sinks=torch.randn(num_heads, generator=generator) if with_sinks else None,
         options=AttentionOptions(**{"scale": dim**-0.5} | options),
+        texts=texts,
     )
 
 

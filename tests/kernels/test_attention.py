@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def test_tiled_equals_reference(
     assert compare(TILED, step, 2e-6).isfinite().all()
 
 
+@pytest.mark.parametrize(("lengths", "new"), SHAPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_keys_by_channel_equal_reference(lengths: list[int], new: list[int], options: str) -> None:
+    for heads in HEADS[:3]:
+        step = draw(lengths, new, heads, dtype="kivi4", padding=-sum(new) % 16, **OPTIONS[options])
+        assert compare(TILED, step, 2e-6).isfinite().all()
+
+
 def test_shared_latent_and_small_blocks() -> None:
     """Keys that hold the value in their first part, as in latent attention."""
     step = draw([77, 400], [1, 130], (16, 1, 24), value_dim=0, block_size=4, padding=13, scale=0.2)
@@ -34,8 +43,10 @@ def test_shared_latent_and_small_blocks() -> None:
 
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 16])
 @pytest.mark.parametrize("window", [None, 100])
-def test_rows_do_not_depend_on_batch_or_chunk(num_heads: int, window: int | None) -> None:
-    assert_bits_in_any_mix(TILED, draw(PROMPTS, heads=(num_heads, 2, 32), window=window), padding=16)
+@pytest.mark.parametrize("dtype", [torch.float32, "kivi4"])
+def test_rows_do_not_depend_on_batch_or_chunk(num_heads: int, window: int | None, dtype: Any) -> None:
+    step = draw(PROMPTS, heads=(num_heads, 2, 32), window=window, dtype=dtype)
+    assert_bits_in_any_mix(TILED, step, padding=16)
 
 
 def backends_to_test() -> list[str]:

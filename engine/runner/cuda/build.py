@@ -14,6 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model.decoder import Decoder
 from engine.model.forward_batch import ForwardBatch
+from engine.model.kv_memory import num_slots
 from engine.model.plan import PlanInput, human, make_plan
 from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
 from engine.runner.cuda.device_table import DeviceTable
@@ -81,8 +82,9 @@ def measured_plan(given: PlanInput, model: Decoder, attention: AttentionBackend)
 @torch.inference_mode()
 def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBackend) -> int:
     """Peak of a step of max_num_batched_tokens tokens of max_num_seqs sequences, logits and draw included."""
-    scheduler, device = given.config.scheduler, model.device
-    tokens, size = scheduler.max_num_batched_tokens, given.config.cache.block_size
+    config, device = given.config, model.device
+    scheduler = config.scheduler
+    tokens, size = scheduler.max_num_batched_tokens, config.cache.block_size
     storage = KvStorage(
         model.spec,
         num_blocks=1,
@@ -95,6 +97,7 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = int(torch.cuda.memory_allocated(device))
+    storage.keep_newest_keys(num_slots(config))
     rows = min(scheduler.max_num_seqs, tokens)
     # Decode rows beside prompts take other kernels than prompts alone, which a request should not wait for.
     _dummy_step(model, attention, storage, rows, rows)
@@ -141,7 +144,14 @@ def _dummy_step(
     if model.spec.state is not None:
         none = np.zeros(num_sequences, np.int64)
         states = StateRows.of(none, none, starts, [()] * num_sequences)
-    batch = ForwardBatch(token_ids=ids, positions=padded_positions, slots=slots, ragged=ragged, states=states)
+    batch = ForwardBatch(
+        token_ids=ids,
+        positions=padded_positions,
+        slots=slots,
+        ragged=ragged,
+        states=states,
+        recent_rows=storage.recent_rows(np.arange(num_sequences)),
+    )
     model.forward(batch, storage.layers, attention)
 
 

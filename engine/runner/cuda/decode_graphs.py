@@ -24,6 +24,7 @@ from engine.runner.cuda.recorder import GraphRecorder, Recording
 from engine.runner.cuda.staging import Staging
 from kernels.attention.backends import CapturedAttention
 from kernels.attention.ragged import DecodeBatch
+from kernels.paged_cache.channel_cache import captured_keys, channel_caches, share_step
 from kernels.paged_cache.store import LayerCache
 
 # Rows of the staged inputs.
@@ -125,7 +126,7 @@ class DecodeGraphs:
         staged = self.inputs.view(rows)
         context_lens, block_tables = self.context_lens[:rows], self.block_tables[:rows]
         table, model, attention, block_size = self.table, self.model, self.attention, self.block_size
-        plan = self._steps.first(rows)
+        plan, by_channel = self._steps.first(rows), list(channel_caches(self.caches))
 
         def work() -> None:
             slots = staged[_SLOTS]
@@ -138,8 +139,17 @@ class DecodeGraphs:
             blocks = block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
             indices = blocks * block_size + positions % block_size
             attention.begin(plan)
+            if by_channel:
+                num_blocks = by_channel[0].keys.shape[0]
+                # No captured row has hidden blocks.
+                keys = captured_keys(
+                    2 * slots, positions, blocks, block_size=block_size, num_blocks=num_blocks
+                )
+                share_step(by_channel, keys)
             adapters = table.device_adapters.index_select(0, slots) if model.num_adapter_slots else None
-            hidden = model.run(tokens, positions, indices, self.caches, attention, plan, adapters)
+            hidden = model.run(
+                tokens, positions, indices, self.caches, attention, plan, adapters, cut_plans=(plan, None)
+            )
             self.hidden[:rows].copy_(hidden)
 
         return work

@@ -21,7 +21,7 @@ from engine.model.watched import Reader, Watcher
 from engine.runner.forgotten.keys import Floats, LayerKeys, capped, log_sum
 from engine.types import KeptBlocks
 from kernels.attention.ragged import AttentionOptions
-from kernels.paged_cache.host import HostCache
+from kernels.paged_cache.host import BY_CHANNEL, HostCache
 
 
 @dataclass(kw_only=True)
@@ -68,10 +68,11 @@ class LossMeter:
             num_tokens, num_kv = own.shape[0], cache.keys.shape[1]
             own = own.reshape(num_tokens, num_kv, -1, own.shape[2]).swapaxes(0, 1)
             own = np.ascontiguousarray(own.reshape(num_kv, -1, own.shape[3]))  # [K, T * G, D]
-            if keys is None:
+            whole = _whole_keys(row, cache, keys)
+            if whole is None:
                 scores = own @ keys_of(cache, row.blocks)[:, : row.num_seen].swapaxes(1, 2)  # [K, T * G, C]
             else:
-                scores = _scores_by_channel(own, row, cache, keys[row.tokens])
+                scores = _scores_by_channel(own, row, cache, whole)
             scores = capped(scores, options.soft_cap)
             ends = row.num_seen - num_tokens + np.arange(num_tokens)
             hidden = np.arange(row.num_seen) > np.repeat(ends, own.shape[1] // num_tokens)[:, None]
@@ -91,20 +92,32 @@ class LossMeter:
         return {member: tuple(np.minimum(shares, 1.0).tolist()) for member, shares in found.items()}
 
 
-def _scores_by_channel(own: Floats, row: MeasuredRow, cache: Any, new: Floats) -> Floats:
-    """Scores [K, T * G, C] of queries [K, T * G, D] where keys are rounded by channel: of a query's own block
-    they are whole, `new` [T, K, D] those of the row itself.
+def _whole_keys(row: MeasuredRow, cache: Any, keys: Any) -> Floats | None:
+    """Keys [K, C, D] of the blocks in which a row computes, up to its last, where they are rounded by channel
+    elsewhere; `keys` [T, K, D] are the step's, of native programs. None where all are as they are stored.
     """
-    num_tokens, size = new.shape[0], cache.block_size
-    first, full = row.num_seen - num_tokens, row.num_seen // size
-    begin = first // size * size
+    first = row.num_seen - (row.tokens.stop - row.tokens.start)
+    begin = first // cache.block_size * cache.block_size
+    if keys is not None:
+        before = cache.newest_keys(row.recent, first // cache.block_size)[:, : first - begin]
+        return np.concatenate((before, keys[row.tokens].swapaxes(0, 1)), 1)
+    if cache.type_name != BY_CHANNEL:
+        return None
+    found: Floats = cache.whole_keys_of(row.member)[:, : row.num_seen - begin].cpu().numpy()
+    return found
+
+
+def _scores_by_channel(own: Floats, row: MeasuredRow, cache: Any, whole: Floats) -> Floats:
+    """Scores [K, T * G, C] of queries [K, T * G, D] where keys are rounded by channel: of a query's own block
+    they are `whole`.
+    """
+    size, begin, full = cache.block_size, row.num_seen - whole.shape[1], row.num_seen // cache.block_size
+    num_tokens = row.tokens.stop - row.tokens.start
     scores = np.zeros((*own.shape[:2], row.num_seen), np.float32)
     scores[:, :, : full * size] = own @ keys_of(cache, row.blocks[:full]).swapaxes(1, 2)
-    before = cache.newest_keys(row.recent, first // size)[:, : first - begin]
-    whole = own @ np.concatenate((before, new.swapaxes(0, 1)), 1).swapaxes(1, 2)
     blocks = np.arange(begin, row.num_seen) // size
-    is_own = np.repeat(blocks[first - begin :], own.shape[1] // num_tokens)[:, None] == blocks
-    scores[:, :, begin:] = np.where(is_own, whole, scores[:, :, begin:])
+    is_own = np.repeat(blocks[-num_tokens:], own.shape[1] // num_tokens)[:, None] == blocks
+    scores[:, :, begin:] = np.where(is_own, own @ whole.swapaxes(1, 2), scores[:, :, begin:])
     return scores
 
 

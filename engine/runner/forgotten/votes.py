@@ -27,7 +27,7 @@ from engine.runner.forgotten.meter import ForgottenKeys, gathered, keys_of
 from engine.types import ChosenTokens
 from kernels.attention.native_ops import VOTE, vote_rows
 from kernels.attention.ragged import AttentionOptions
-from kernels.paged_cache.host import HostCache
+from kernels.paged_cache.host import BY_CHANNEL, HostCache
 
 # Queries that vote together beside torch's attention, counted from the first voter.
 _TOGETHER = 64
@@ -48,20 +48,33 @@ class LayerVotes:
         self._waiting: list[Any] = []
         self._next = kept.first_voter
 
-    def take(self, queries: Any, start: int, keys_until: Callable[[int], Any], cap: float | None) -> None:
+    def take(
+        self,
+        queries: Any,
+        start: int,
+        keys_until: Callable[[int], Any],
+        cap: float | None,
+        *,
+        by_block: bool = False,
+    ) -> None:
         """Scaled queries [T, H, D] of positions from `start` on; those that were here before are left out.
-        `keys_until(n)` is the keys [K, n, D] of the first n positions. All are tensors of one device.
+        `keys_until(n)` is the keys [K, n, D] of the first n positions, as the last of these sees them. All
+        are tensors of one device. `by_block`: queries that vote together are of one block.
         """
         expected = self._next + sum(map(len, self._waiting))
         new = queries[max(0, expected - start) : max(0, self._kept.start - start)]
         if len(new):
             self._waiting.append(new.float().clone())
-        while (count := min(_TOGETHER, self._kept.start - self._next)) > 0:
+        while (count := min(self._together(by_block), self._kept.start - self._next)) > 0:
             if sum(map(len, self._waiting)) < count:
                 return
             there = _joined(self._waiting)
             self._vote(there[:count], keys_until(self._next + count), cap)
             self._next, self._waiting = self._next + count, [there[count:]]
+
+    def _together(self, by_block: bool) -> int:
+        size = self._kept.block_size
+        return size - self._next % size if by_block else _TOGETHER
 
     def _vote(self, queries: Any, keys: Any, cap: float | None) -> None:
         """Queries [T, H, D] of the last positions that keys [K, C, D] are of."""
@@ -142,6 +155,7 @@ class _VotingRow:
     """A row of the step with voters."""
 
     votes: Votes
+    member: int
     tokens: slice
     start: int
     blocks: NDArray[np.int64]
@@ -161,12 +175,22 @@ class VoteCounter:
         for row in self._rows:
 
             def keys_until(count: int, row: _VotingRow = row) -> Any:
-                return gathered(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
+                return _seen_keys(cache, row, count)
 
             own = q[row.tokens].float() * options.scale
             layer = row.votes.layer(self._number, self._first_rows[id(cache)], cache.keys.shape[1])
-            layer.take(own, row.start, keys_until, options.soft_cap)
+            layer.take(own, row.start, keys_until, options.soft_cap, by_block=cache.type_name == BY_CHANNEL)
         self._number += 1
+
+
+def _seen_keys(cache: Any, row: _VotingRow, count: int) -> Any:
+    """Keys [K, C, D] of the first C positions as the last of these sees them."""
+    keys = gathered(cache, row.blocks[: -(-count // cache.block_size)])[:, :count]
+    if cache.type_name == BY_CHANNEL:
+        # Of its own block they are whole, which this step computes the end of.
+        begin, first = ((at - at % cache.block_size) for at in (count - 1, row.start))
+        keys[:, begin:] = cache.whole_keys_of(row.member)[:, begin - first : count - first]
+    return keys
 
 
 def _voting(
@@ -180,7 +204,8 @@ def _voting(
             continue
         if start + end - first > each.next:
             blocks = ragged.block_tables[member]
-            yield member, _VotingRow(votes=each, tokens=slice(first, end), start=start, blocks=blocks)
+            tokens = slice(first, end)
+            yield member, _VotingRow(votes=each, member=member, tokens=tokens, start=start, blocks=blocks)
 
 
 def counter_of(
@@ -255,14 +280,19 @@ def _copy(cache: Any, blocks: NDArray[np.int64], chosen: NDArray[np.int64], fres
     rows: Any = (blocks[chosen // size] * num_kv + np.arange(num_kv)[:, None]) * size + chosen % size
     rows = rows.reshape(num_kv, fresh.size, size).swapaxes(0, 1).ravel()
     into: Any = fresh
-    tensors = cache.by_slot() if isinstance(cache, HostCache) else cache.tensors()
-    if isinstance(cache, HostCache) and cache.channels is not None:
-        keys = np.take_along_axis(keys_of(cache, blocks), chosen[..., None], 1)
-        cache.put_keys(keys.reshape(num_kv, fresh.size, size, -1).swapaxes(0, 1), fresh)
+    by_channel = cache.type_name == BY_CHANNEL
+    tensors = cache.by_slot() if by_channel or isinstance(cache, HostCache) else cache.tensors()
+    found: Any
+    if by_channel:
+        found = np.take_along_axis(keys_of(cache, blocks), chosen[..., None], 1)
+        found = found.reshape(num_kv, fresh.size, size, -1).swapaxes(0, 1)
     if not isinstance(tensors[0], np.ndarray):
         import torch
 
         rows, into = (torch.from_numpy(each).to(tensors[0].device) for each in (rows, into))
+        found = torch.from_numpy(found).to(tensors[0].device) if by_channel else None
+    if by_channel:
+        cache.put_keys(found, into)
     for tensor in tensors:
         flat = tensor.reshape(-1, tensor.shape[3])
         found = flat.take(rows, 0) if isinstance(flat, np.ndarray) else flat.index_select(0, rows)

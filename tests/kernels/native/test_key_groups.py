@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs, NativeAttentionPlan
+from kernels.attention.ragged import AttentionOptions, RaggedBatch
+from kernels.attention.reference import ReferenceAttention
+from kernels.attention.tiled import TiledAttention
 from kernels.host import address_of
 from kernels.native.library import NativeLibrary, Op, StepStruct
 from kernels.paged_cache import four_bits, key_groups
+from kernels.paged_cache.channel_cache import ChannelCache, begin_step
 from kernels.paged_cache.host import KEY_GROUP, HostCache, allocate_host_layer
 from kernels.paged_cache.native import describe, key_group_ops
+from kernels.paged_cache.store import allocate_layer
 from kernels.rope.native import RopeCacheArgs
+from tests.kernels.attention import assert_near_codes
 from tests.kernels.native.conftest import PRODUCT_LEVELS
 
 # Query heads, kv heads, size of a head.
@@ -208,6 +214,85 @@ def test_is_what_the_reference_says(
     torch.testing.assert_close(
         stored, key_groups.dequantize(*key_groups.quantize(blocks)), atol=1e-5, rtol=1e-5
     )
+
+
+def as_torch(texts: Texts, spans: list[Span], cache: ChannelCache, kind: Any) -> list[Tensor]:
+    """What a back end of torch gives for a step, of which it writes the keys and values."""
+    ends, lens = np.array([end for *_, end in spans]), np.array([end - start for _, start, end in spans])
+    batch = RaggedBatch(
+        query_starts=np.concatenate(([0], np.cumsum(lens))),
+        context_lens=ends,
+        block_tables=texts.tables[[which for which, *_ in spans]],
+        block_size=KEY_GROUP,
+    )
+    parts = [[part[start:end] for part in texts.parts(which)] for which, start, end in spans]
+    q, keys, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    at = [(which, place) for which, start, end in spans for place in range(start, end)]
+    slots = torch.tensor(
+        [int(texts.tables[which, place // KEY_GROUP]) * KEY_GROUP + place % KEY_GROUP for which, place in at]
+    )
+    recent_rows = np.array([2 * which + which % 2 for which, *_ in spans])
+    cut = begin_step([cache], batch, recent_rows, slots)
+    cache.write(keys, values, slots)
+    num_heads, num_kv, dim = texts.heads
+    options = AttentionOptions(
+        scale=dim**-0.5, window=texts.options.get("window"), soft_cap=texts.options.get("soft_cap")
+    )
+    backend = kind(num_heads=num_heads, num_kv_heads=num_kv)
+    found: Tensor = backend.run(backend.plan(cut, q.device), q, cache, options)
+    return list(found.split(lens.tolist()))
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, TiledAttention])
+@pytest.mark.parametrize("named", OPTIONS)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[3]])
+def test_torch_stores_and_attends_as_the_native_kernels(
+    native: NativeLibrary, heads: tuple[int, int, int], named: str, kind: Any
+) -> None:
+    """In steps that leave blocks, fill some and compute many; drafts that are rejected among them."""
+    lengths = [330, 200, 65]
+    texts = Texts.draw(native, lengths, heads, **OPTIONS[named])
+    num_blocks = texts.cache.keys.shape[0] - 1
+    shape = {"num_blocks": num_blocks, "block_size": KEY_GROUP, "num_heads": heads[1]}
+    cache = allocate_layer(
+        **shape,
+        key_dim=heads[2],
+        value_dim=heads[2],
+        shared_value_dim=0,
+        dtype="kivi4",
+        device=torch.device("cpu"),
+    )
+    assert isinstance(cache, ChannelCache)
+    cache.keep_newest_keys(len(lengths) + 1)
+    for part in (*cache.tensors(), cache.recent):
+        assert part is not None
+        part.view(torch.uint8).fill_(0xFF)
+    steps: list[list[Span]] = [
+        [(0, 0, 30), (1, 0, 130), (2, 0, 63)],
+        [(0, 30, 300), (1, 130, 131), (2, 63, 64)],
+        # Of the first 8, 3 stay.
+        [(0, 300, 308), (1, 131, 190), (2, 64, 65)],
+        [(0, 303, 330), (1, 190, 200)],
+    ]
+    for spans in steps:
+        for one, other in zip(texts.run(spans), as_torch(texts, spans, cache, kind), strict=True):
+            torch.testing.assert_close(other, one, atol=5e-4, rtol=1e-3)
+    for which, length in enumerate(lengths):
+        full, blocks = (
+            texts.tables[which, : length // KEY_GROUP],
+            texts.tables[which, : -(-length // KEY_GROUP)],
+        )
+        assert texts.cache.channels is not None
+        channels = torch.from_numpy(texts.cache.channels[full]).view(torch.bfloat16)
+        assert torch.equal(cache.channels[full], channels)
+        assert torch.equal(cache.keys[full], torch.from_numpy(texts.cache.keys[full]))
+        values, scales = (
+            part[blocks].swapaxes(1, 2).reshape(-1, heads[1], part.shape[3])[:length]
+            for part in (np.asarray(texts.cache.values), np.asarray(texts.cache.scales))
+        )
+        ours = [part[blocks].transpose(1, 2).flatten(0, 1)[:length] for part in (cache.values, cache.scales)]
+        assert_near_codes(ours[0], torch.from_numpy(values))
+        torch.testing.assert_close(ours[1], torch.from_numpy(scales))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 300.0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch
 from kernels.attention.backends import CapturedAttention
 from kernels.attention.ragged import DecodeBatch
 from kernels.attention.triton_attention import TritonAttention
-from tests.kernels.attention import SHAPES, assert_bits_alone, compare, draw
+from kernels.paged_cache.channel_cache import ChannelCache, captured_keys, share_step
+from tests.kernels.attention import OPTIONS, SHAPES, assert_bits_alone, compare, draw
 from tests.kernels.places import INTERPRETED
 
 HEADS = [(4, 2, 16), (6, 2, 20 if INTERPRETED else 24)]
@@ -55,21 +57,34 @@ def test_half_precision_over_other_heads(
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.int4]
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.int4, "kivi4"]
 )
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, *([torch.float16] if INTERPRETED else [])])
 @pytest.mark.parametrize(("lengths", "new"), [([300, 40], [1, 40])] if INTERPRETED else GPU_SHAPES)
 def test_queries_of_two_bytes(
-    device: torch.device, lengths: list[int], new: list[int], q_dtype: torch.dtype, dtype: torch.dtype
+    device: torch.device, lengths: list[int], new: list[int], q_dtype: torch.dtype, dtype: Any
 ) -> None:
     check_half(draw(lengths, new, WIDE, dtype=dtype, q_dtype=q_dtype), device=device)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, queries are narrower")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int4, "kivi4"])
 @pytest.mark.parametrize("dim", [16, 24])
-def test_caches_of_other_types(device: torch.device, dtype: torch.dtype, dim: int) -> None:
+def test_caches_of_other_types(device: torch.device, dtype: Any, dim: int) -> None:
     check(draw([300, 20], [1, 20], (4, 2, dim), dtype=dtype), TOLERANCE, device=device)
+
+
+# Chunks that begin and end within blocks, decode rows at both ends of one, drafts over such an end.
+BY_CHANNEL_SHAPES = [([130, 5, 70, 300], [100, 5, 1, 199]), ([129, 128, 40, 66], [1, 1, 3, 4])]
+
+
+@pytest.mark.parametrize(("lengths", "new"), BY_CHANNEL_SHAPES if INTERPRETED else GPU_SHAPES)
+@pytest.mark.parametrize("heads", [(4, 2, 16), (5, 1, 48)] if INTERPRETED else LARGE)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_keys_by_channel(
+    device: torch.device, lengths: list[int], new: list[int], heads: tuple[int, int, int], options: str
+) -> None:
+    check(draw(lengths, new, heads, dtype="kivi4", **OPTIONS[options]), TOLERANCE, device=device)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -127,19 +142,22 @@ def test_windows_soft_caps_and_sinks(device: torch.device, window: int, dtype: t
         check_half(step, device=device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_company_nor_a_shared_prefix_changes_a_bit(device: torch.device, dtype: torch.dtype) -> None:
-    step = draw([600, 580, 700, 333, 64], [1] * 5, LAST, dtype=dtype, q_dtype=dtype)
-    step.tables[1:3, :32] = step.tables[0, :32]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "kivi4"])
+def test_neither_company_nor_a_shared_prefix_changes_a_bit(device: torch.device, dtype: Any) -> None:
+    q_dtype = torch.float32 if dtype == "kivi4" else dtype
+    step = draw([600, 580, 700, 333, 64], [1] * 5, LAST, dtype=dtype, q_dtype=q_dtype)
+    step.tables[1:3, : 512 // step.block_size] = step.tables[0, : 512 // step.block_size]
     there = step.to(device)
     assert_bits_alone(TritonAttention, there, there.run(TritonAttention))
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8] if INTERPRETED else [torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", ["kivi4", *([torch.float32, torch.int8] if INTERPRETED else [torch.bfloat16])]
+)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_captured_steps_give_the_bits_of_eager_ones(
-    device: torch.device, window: int | None, dtype: torch.dtype, with_sinks: bool
+    device: torch.device, window: int | None, dtype: Any, with_sinks: bool
 ) -> None:
     """From buffers that stay in place, by work that the device lists."""
     attention = TritonAttention(num_heads=LAST[0], num_kv_heads=LAST[1])
@@ -148,16 +166,22 @@ def test_captured_steps_give_the_bits_of_eager_ones(
     types = {"dtype": dtype, "q_dtype": q_dtype, "with_sinks": with_sinks}
     drawn = draw([700, 699, 300, 257, 64, 513], [1] * 6, LAST, window=window, **types)  # type: ignore[arg-type]
     given = drawn.to(device)
+    size = given.block_size
     batch = DecodeBatch(
         context_lens=torch.ones(6, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(6, -(-700 // 16), dtype=torch.int32, device=device),
-        block_size=16,
+        block_tables=torch.zeros(6, -(-700 // size), dtype=torch.int32, device=device),
+        block_size=size,
         max_context_len=700,
     )
+    recent_rows = torch.tensor([2 * row + row % 2 for row in range(6)], device=device)
     plan, q = attention.plan_decode(batch), torch.zeros_like(given.q)
 
     def step() -> torch.Tensor:
         attention.begin(plan)
+        if isinstance(given.cache, ChannelCache):
+            positions = batch.context_lens.long() - 1
+            sizes = {"block_size": size, "num_blocks": len(given.cache.keys)}
+            share_step([given.cache], captured_keys(recent_rows, positions, positions * 0, **sizes))
         return attention.run(plan, q, given.cache, given.options, given.sinks)
 
     replay, out = captured(step, device)
@@ -167,11 +191,13 @@ def test_captured_steps_give_the_bits_of_eager_ones(
         # What lies beyond a context names no block at all.
         batch.block_tables.fill_(1 << 30)
         for row, length in enumerate(lengths):
-            used = -(-length // 16)
+            used = -(-length // size)
             batch.block_tables[row, :used] = torch.from_numpy(given.tables[row, :used]).int()
         q.copy_(now.q)
+        # Keys of the step are written before, by its eager run.
+        eager = now.run(TritonAttention)
         replay()
-        assert torch.equal(out[0], now.run(TritonAttention))
+        assert torch.equal(out[0], eager)
 
 
 def captured(

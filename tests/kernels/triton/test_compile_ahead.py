@@ -22,6 +22,7 @@ CHOSEN = (
     *(
         "llama, bfloat16 over bfloat16, blocks of 64",
         "captured llama, bfloat16 over int4",
+        "rope and store, kivi4",
         "W4A16, 5 rows",
         "W4A16, 1000 rows",
         "W8A8, 100 rows",

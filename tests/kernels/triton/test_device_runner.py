@@ -76,6 +76,23 @@ def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str, num_lay
     assert [job.output for job in jobs] == [job.output for job in expected]
 
 
+def test_keys_by_channel_are_captured(tmp_path: Path) -> None:
+    """Prompts and answers that end blocks, and an answer that begins one."""
+    make_checkpoint(tmp_path, "llama", head_dim=16, num_hidden_layers=1)
+    options = OPTIONS | {"cache": {"kv_dtype": "kivi4", "block_size": 64}, "max_model_len": 256}
+    recorder = PlainRecorder()
+    runner = captured_runner(open_runner(tmp_path, kernels=TRITON, **options), recorder, rows=(2, 4))
+    jobs = [
+        Job(prompt_of(length, 199, seed=length), 4, sampling, chunk=chunk)
+        for length, sampling, chunk in ((62, GREEDY, 40), (128, SAMPLED, 1 << 30), (150, SAMPLED, 1 << 30))
+    ]
+    OverlappedDriver(runner).drive(jobs, 3, most=3)
+    assert recorder.num_replays > 0
+    runner.close()
+    expected = generated(tmp_path, [replace(job, output=[], logprobs=[]) for job in jobs], **options)
+    assert [job.output for job in jobs] == [job.output for job in expected]
+
+
 def test_drafts_behind_drafts_on_their_way(tmp_path: Path) -> None:
     """The draw of a step whose positions only the device knows has the noise of these positions."""
     model_type, changes = CASES["llama"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,12 @@ from kernels.linear.triton_scaled import quantize_rows, scaled_product
 from kernels.norm.backends import RowNorm
 from kernels.norm.reference import rms_norm as reference_norm
 from kernels.norm.triton_norm import TritonNorm, rms_norm
-from kernels.rope.reference import rotate
+from kernels.paged_cache.channel_cache import ChannelCache, begin_step
+from kernels.rope.reference import rotate, rotate_and_store
 from kernels.rope.triton_rope import rope_and_store
 from kernels.rows import Quantized
 from kernels.sampling.triton_sampling import draw, process
-from tests.kernels.attention import CPU, assert_near_codes, poisoned_cache
+from tests.kernels.attention import CPU, assert_near_codes, batch_of, poisoned_cache
 from tests.kernels.drawn import drawn, moved, weight_of, whole
 from tests.kernels.places import INTERPRETED, needs_float8
 from tests.kernels.triton.options import filtered_and_drawn, mixed_options, on
@@ -163,6 +165,52 @@ def test_rope_and_store(
         tolerance = 1.0 if ours.element_size() == 1 else 1e-5 if INTERPRETED else 5e-2
         compared = {"atol": tolerance, "rtol": 1e-2, "equal_nan": True}
         torch.testing.assert_close(ours.cpu().float(), theirs.float(), **compared)
+
+
+@pytest.mark.parametrize("dim", [16, 48])
+def test_keys_by_channel_are_stored_as_by_torch(device: torch.device, dim: int) -> None:
+    """To the bit; in steps that compute many blocks, none and one; what nobody wrote included."""
+    caches = [
+        poisoned_cache("kivi4", 2, dim, dim, num_blocks=7, block_size=64, device=at) for at in (CPU, device)
+    ]
+    for cache in caches:
+        assert isinstance(cache, ChannelCache)
+        cache.keep_newest_keys(2)
+        assert cache.recent is not None
+        cache.recent.fill_(float("nan"))
+    angles, tables = drawn(260, dim // 2, seed=3), np.array([[4, 2, 0, 5, 3], [1, 6, 0, 0, 0]])
+    for spans in ([(0, 0, 50), (1, 0, 20)], [(0, 50, 260), (1, 20, 64)], [(1, 64, 65)]):
+        which = [row for row, start, end in spans for _ in range(start, end)]
+        at = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        slots = torch.from_numpy(tables[which, at // 64] * 64 + at % 64)
+        batch = batch_of(
+            [end for *_, end in spans],
+            [end - start for _, start, end in spans],
+            tables[[row for row, *_ in spans]],
+            64,
+        )
+        q, k, v = drawn(at.size, 8, dim, seed=int(at.sum())).split([4, 2, 2], 1)
+        k[..., ::3] += 3
+        cos, sin = angles[at].cos(), angles[at].sin()
+        for cache, place, store in zip(
+            caches, (CPU, device), (rotate_and_store, rope_and_store), strict=True
+        ):
+            assert isinstance(cache, ChannelCache)
+            there = slots.to(place)
+            begin_step([cache], batch, np.array([2 * row for row, *_ in spans]), there)
+            store(*(each.to(place) for each in (q, k, v, cos, sin)), there, cache, interleaved=False)  # type: ignore[operator]
+    expected, found = caches
+    assert isinstance(expected, ChannelCache)
+    assert isinstance(found, ChannelCache)
+    if INTERPRETED:
+        # On a GPU, rotations differ in their last bit.
+        for ours, theirs in ((found.keys, expected.keys), (found.channels, expected.channels)):
+            assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    assert_near_codes(found.keys.cpu(), expected.keys)
+    assert_near_codes(found.values.cpu(), expected.values)
+    torch.testing.assert_close(found.scales.cpu(), expected.scales, equal_nan=True)
+    assert found.recent is not None
+    torch.testing.assert_close(found.recent.cpu(), expected.recent, equal_nan=True)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 1), (7, 96, 33), (65, 128, 70)])

@@ -40,17 +40,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(params=["required", "off"])
+def native(request: pytest.FixtureRequest) -> str:
+    """Whether the native kernels compute, or torch."""
+    return str(request.param)
+
+
 def drivers(folder: Path, **options: Any) -> Any:
-    return closing(open_runner(folder, native="required", cache=CACHE, **options))
+    return closing(open_runner(folder, cache=CACHE, **options))
 
 
-def test_answers_alone_among_others_in_chunks_and_resumed(folder: Path) -> None:
+def test_answers_alone_among_others_in_chunks_and_resumed(folder: Path, native: str) -> None:
     lengths = [3 + (index * 37) % 290 for index in range(16)]
     jobs = [
         Job(prompt_of(length, 199, seed=index), num_tokens=70, sampling=KINDS[index % 3])
         for index, length in enumerate(lengths)
     ]
-    with drivers(folder) as runner:
+    with drivers(folder, native=native) as runner:
         driver = Driver(runner, seed=1)
         alone = [driver.run([replace(job, output=[], logprobs=[])])[0] for job in jobs]
         for changed in (
@@ -66,10 +72,10 @@ def test_answers_alone_among_others_in_chunks_and_resumed(folder: Path) -> None:
                 assert found.logprobs == one.logprobs[start:]
 
 
-def test_answers_after_a_prefix_hit(folder: Path) -> None:
+def test_answers_after_a_prefix_hit(folder: Path, native: str) -> None:
     shared = prompt_of(2 * KEY_GROUP, 199, seed=7)
     prompts = [shared + prompt_of(30 + index, 199, seed=index) for index in range(3)]
-    with drivers(folder) as runner:
+    with drivers(folder, native=native) as runner:
         driver = Driver(runner, seed=2)
         cold = [driver.run([Job(prompt, sampling=SEEDED)])[0] for prompt in prompts]
         blocks = driver.take_blocks(len(shared))
@@ -84,9 +90,9 @@ def test_answers_after_a_prefix_hit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [30, KEY_GROUP - 2, KEY_GROUP])
-def test_drafts_change_no_answer(folder: Path, length: int) -> None:
+def test_drafts_change_no_answer(folder: Path, length: int, native: str) -> None:
     """Right ones and wrong ones, within a block and beyond its end."""
-    with drivers(folder) as runner:
+    with drivers(folder, native=native) as runner:
         driver = Driver(runner)
         prompt = prompt_of(length, 199, seed=3)
         (plain,) = driver.run([Job(prompt, num_tokens=2 * KEY_GROUP, sampling=GREEDY)])
@@ -103,13 +109,15 @@ def test_drafts_change_no_answer(folder: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"n": 2}, {"n": 2, "beams": 2}])
-def test_preempted_and_forked_answers_through_the_scheduler(folder: Path, asked: dict[str, int]) -> None:
+def test_preempted_and_forked_answers_through_the_scheduler(
+    folder: Path, asked: dict[str, int], native: str
+) -> None:
     """With few blocks, some of which come back from the host, as with all the room there is."""
 
     def answered(num_blocks: int, host_blocks: int) -> tuple[dict[tuple[int, int], list[int]], int]:
         cache = CACHE | {"host_bytes": host_blocks * per_block}
         with closing(
-            open_runner(folder, native="required", cache=cache, kv_cache_bytes=num_blocks * per_block)
+            open_runner(folder, native=native, cache=cache, kv_cache_bytes=num_blocks * per_block)
         ) as runner:
             assert runner.storage.num_blocks == num_blocks
             room: dict[str, Any] = {"prefix_caching": host_blocks > 0, "num_host_blocks": host_blocks} | asked
@@ -139,9 +147,9 @@ def test_keys_by_channel_lose_less_than_by_token() -> None:
     assert 0 < mean_difference(exact, by_channel) < mean_difference(exact, by_token)
 
 
-def test_some_layers_alone(folder: Path) -> None:
+def test_some_layers_alone(folder: Path, native: str) -> None:
     cache = {"block_size": KEY_GROUP, "kv_dtype": "int8", "kv_dtype_layers": {"1": "kivi4"}}
-    with closing(open_runner(folder, native="required", cache=cache)) as runner:
+    with closing(open_runner(folder, native=native, cache=cache)) as runner:
         eight, four = runner.storage.layers[:2]
         assert (eight.type_name, four.type_name) == ("int8", "kivi4")
         (job,) = Driver(runner).run([Job(prompt_of(100, 199), num_tokens=40)])
@@ -149,13 +157,13 @@ def test_some_layers_alone(folder: Path) -> None:
     assert job.output == again.output
 
 
-def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
+def test_layers_that_read_the_keys_of_others(tmp_path: Path, native: str) -> None:
     """In steps that are longer than what is kept of keys, and shorter ones; some layers have a window."""
     sizes = {"head_dim": 32, "global_head_dim": 32, "max_position_embeddings": 512}
     make_checkpoint(tmp_path, "gemma4_text", **GEMMA4 | SHARED | sizes)
     prompt, found = prompt_of(400, 199, seed=1), []
     for seed, chunk in enumerate((400, 9, 150)):
-        with closing(open_runner(tmp_path, native="required", cache=CACHE)) as runner:
+        with closing(open_runner(tmp_path, native=native, cache=CACHE)) as runner:
             assert len({id(layer) for layer in runner.storage.layers}) < len(runner.storage.layers)
             job = Job(prompt, num_tokens=70, sampling=GREEDY, chunk=chunk)
             found.append(Driver(runner, seed=seed).run([job])[0])
@@ -164,7 +172,7 @@ def test_layers_that_read_the_keys_of_others(tmp_path: Path) -> None:
         assert one.logprobs == found[0].logprobs
     said = []
     for cache in ({"kv_dtype": "float32"}, {"kv_dtype": "int4"}, CACHE):
-        with closing(open_runner(tmp_path, native="required", cache=cache)) as runner:
+        with closing(open_runner(tmp_path, native=native, cache=cache)) as runner:
             (job,) = Driver(runner).run([Job(prompt, num_tokens=1, sampling=SCORING, chunk=100)])
         said.append([entry.logprob for entry in job.prompt_logprobs])
     exact, by_token, by_channel = said
@@ -194,6 +202,18 @@ def test_a_plan_counts_rounded_keys_and_whole_ones(folder: Path) -> None:
     assert plans[1].workspace_bytes - plans[0].workspace_bytes >= 56 * whole
 
 
+def test_a_plan_for_gpus_counts_newest_keys_of_all_slots(folder: Path) -> None:
+    """There, what is not written takes memory as well."""
+    model = ModelConfig(path=str(folder))
+    config = EngineConfig(cache=CacheConfig(**CACHE), max_model_len=256)
+    workspaces = []
+    for count in (8, 64):
+        given = plan_input(replace_seqs(config, count), model, device="cuda", available_bytes=GIB)
+        workspaces.append(make_plan(given).workspace_bytes)
+    spec, types = given.spec, given.kv_dtypes
+    assert workspaces[1] - workspaces[0] >= recent_bytes(spec, types, 2 * 56)
+
+
 def replace_seqs(config: EngineConfig, count: int) -> EngineConfig:
     scheduler = msgspec.structs.replace(config.scheduler, max_num_seqs=count)
     return msgspec.structs.replace(config, scheduler=scheduler)
@@ -203,7 +223,6 @@ def replace_seqs(config: EngineConfig, count: int) -> EngineConfig:
     ("case", "options", "words"),
     [
         ("llama", {"cache": {"block_size": 16}}, "cache.block_size: .* set it to 64"),
-        ("llama", {"native": "off"}, "native: .* torch has no such keys"),
         ("odd", {}, "cache.kv_dtype = 'kivi4' .* heads of 24 elements are no multiple of 16"),
         ("latent", {}, "cache.kv_dtype = 'kivi4' .* latent vectors"),
     ],

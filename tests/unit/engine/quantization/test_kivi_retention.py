@@ -43,13 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def opened(folder: Path, cache: dict[str, Any] = CACHE, **options: Any) -> Any:
-    return closing(open_runner(folder, native="required", cache=cache, max_model_len=LENGTH, **options))
+def opened(folder: Path, native: str, cache: dict[str, Any] = CACHE, **options: Any) -> Any:
+    return closing(open_runner(folder, native=native, cache=cache, max_model_len=LENGTH, **options))
+
+
+@pytest.fixture(scope="module", params=["required", "off"])
+def native(request: pytest.FixtureRequest) -> str:
+    """Whether the native kernels compute, or torch."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def runner(folder: Path) -> Iterator[ModelRunner]:
-    with opened(folder) as runner:
+def runner(folder: Path, native: str) -> Iterator[ModelRunner]:
+    with opened(folder, native) as runner:
         yield runner
 
 
@@ -66,12 +72,17 @@ def expected(runner: ModelRunner) -> list[list[int]]:
     ("num_blocks", "prefix_caching", "budget"), [(23, True, 48), (23, False, 131), (90, True, 512)]
 )
 def test_answers_among_others_and_preempted(
-    folder: Path, expected: list[list[int]], num_blocks: int, prefix_caching: bool, budget: int
+    folder: Path,
+    native: str,
+    expected: list[list[int]],
+    num_blocks: int,
+    prefix_caching: bool,
+    budget: int,
 ) -> None:
     """With NaN in all that nobody holds."""
-    with opened(folder) as plain:
+    with opened(folder, native) as plain:
         per_block = sum(part[0].nbytes for layer in plain.storage.layers for part in layer.tensors())
-    with opened(folder, kv_cache_bytes=num_blocks * per_block) as runner:
+    with opened(folder, native, kv_cache_bytes=num_blocks * per_block) as runner:
         check_among_others(
             runner,
             expected,
@@ -93,7 +104,7 @@ def test_choices_and_what_another_engine_began(runner: ModelRunner, expected: li
 
 
 def test_what_is_lost_is_measured_over_whole_keys_and_rounded_ones(
-    folder: Path, runner: ModelRunner, expected: list[list[int]]
+    folder: Path, native: str, runner: ModelRunner, expected: list[list[int]]
 ) -> None:
     """Row by row, in chunks of a known answer, and near what other keys lose."""
 
@@ -103,7 +114,7 @@ def test_what_is_lost_is_measured_over_whole_keys_and_rounded_ones(
         tokens, told = answer(runner, prompt, replace(asked, max_lost=1.0), **SIZES | options)
         return tokens[0], told
 
-    with opened(folder, {"block_size": KEY_GROUP, "kv_dtype": "float32"}) as plain:
+    with opened(folder, native, {"block_size": KEY_GROUP, "kv_dtype": "float32"}) as plain:
         for number in (0, 3):
             tokens, told = lost(runner, number)
             assert tokens == expected[number]
@@ -114,13 +125,13 @@ def test_what_is_lost_is_measured_over_whole_keys_and_rounded_ones(
             assert told.lost_tokens == pytest.approx(others.lost_tokens, rel=0.05)
 
 
-def test_streams_go_on_beyond_the_positions(folder: Path) -> None:
+def test_streams_go_on_beyond_the_positions(folder: Path, native: str) -> None:
     """As a request does whose prompt is what they take along, the least that they may: three blocks."""
     positions, carried = 4 * KEY_GROUP, 3 * KEY_GROUP
     keep = Retention(policy="window+sinks", window_tokens=1)
     sizes = SIZES | {"max_model_len": positions, "prefix_caching": False}
     prompt = prompt_of(200, 199)
-    with closing(open_runner(folder, native="required", cache=CACHE, max_model_len=positions)) as runner:
+    with closing(open_runner(folder, native=native, cache=CACHE, max_model_len=positions)) as runner:
         # The last one comes late.
         tokens, _ = generate(runner, asked_of=[(prompt, keep), ([1], None)], max_tokens=150, **sizes)
         text = prompt + tokens[0, 0]
