@@ -13,10 +13,21 @@ _NAMES = TensorNames(
     )
 )
 
+# Of checkpoints that state none.
+_ROTATION = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 @family("ApertusForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Both sizes."""
+    config = config.turned(_ROTATION)
     config.require("post_norm", False, False)
     config.require("qk_norm", True, True)
     return decoder_spec(

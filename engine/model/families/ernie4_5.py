@@ -20,6 +20,7 @@ _NAMES = TensorNames(
 @family("Ernie4_5ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Without experts."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_shared(config, config.count("head_dim", 128)))
 
 

@@ -293,6 +293,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 12,
         },
     ),
+    "llama4-listed": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 40,
+            "num_hidden_layers": 3,
+            "attention_chunk_size": 12,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+        },
+    ),
     "minimax-m2": (
         "minimax_m2",
         {
@@ -462,13 +475,16 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("opt", {"do_layer_norm_before": False}),
         ("opt", {"word_embed_proj_dim": 24}),
         ("opt", {"_remove_final_layer_norm": True}),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     model_type, changes = CASES[name]
     make_checkpoint(tmp_path, model_type, **changes)
     edit_config(tmp_path, **keys)
-    (key,) = keys
+    key = next(iter(keys))
     with pytest.raises(CheckpointError, match=key):
         read_spec(tmp_path)
 
