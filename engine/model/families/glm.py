@@ -32,12 +32,14 @@ _SANDWICH = TensorNames(
 @family("GlmForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """GLM-4-9B and GLM-Edge."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_dense(config))
 
 
 @family("Glm4ForCausalLM")
 def read_glm4(config: ConfigReader) -> ModelSpec:
     """GLM-4-0414: norms before and after the half layers."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_dense(config), norm_placement="sandwich", names=_SANDWICH)
 
 
@@ -111,7 +113,6 @@ def _sharing(config: ConfigReader) -> tuple[int, ...]:
 def _dense(config: ConfigReader) -> dict[str, Any]:
     rope = config.rope(head_size(config, 128), default_partial=0.5)
     return {
-        "num_kv_heads": config.completed(num_key_value_heads=2).count("num_key_value_heads", 2),
         "head_dim": config.count("head_dim", 128),
         "ropes": (msgspec.structs.replace(rope, interleaved=True),),
         "default_eps": 1.5625e-7,

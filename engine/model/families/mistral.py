@@ -59,7 +59,7 @@ _ROTATION = {
 @family("Mistral4ForCausalLM")
 def read_mistral4(config: ConfigReader) -> ModelSpec:
     """Mistral Small 4: DeepSeek's latent attention and experts, chosen by softmax."""
-    config = config.completed(**_OF_MISTRAL4).turned(_ROTATION)
+    config = config.having({**_OF_MISTRAL4, **config.values}).turned(_ROTATION)
     rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling")
     if isinstance(rotation, dict):
         # A share of queries and keys, of which the other part is a tensor of its own here.
