@@ -29,6 +29,7 @@ def read(config: ConfigReader) -> ModelSpec:
     """Both sizes."""
     config = config.turned(_ROTATION)
     config.require("post_norm", False, False)
+    config.require("mlp_bias", False, False)
     config.require("qk_norm", True, True)
     return decoder_spec(
         config,
@@ -37,7 +38,6 @@ def read(config: ConfigReader) -> ModelSpec:
         ropes=(config.rope(head_size(config), default_theta=12_000_000.0),),
         activation=activation(config, default="xielu"),
         gated=False,
-        mlp_bias=config.flag("mlp_bias", False),
         qk_norm="head",
         names=_NAMES,
     )

@@ -66,6 +66,8 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
     normed.
     """
     config.require("use_bidirectional_attention", False, False)
+    # It has the key from Gemma 2, and nobody computes it.
+    config.require("attn_logit_softcapping", None, None)
     num_layers = config.count("num_hidden_layers")
     pattern = config.count("sliding_window_pattern", config.count("_sliding_window_pattern", 6))
     windows = windows_of(
@@ -84,7 +86,6 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
         ),
         rope_of_layer=tuple(0 if window is None else 1 for window in windows),
         qk_norm="head",
-        attention_soft_cap=_cap(config, "attn_logit_softcapping", None),
         logit_soft_cap=_cap(config, "final_logit_softcapping", None),
     )
 

@@ -255,6 +255,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_interval": 2,
         },
     ),
+    "ernie4.5-moe-biases": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_num_experts": 3,
+            "moe_k": 1,
+            "moe_intermediate_size": 8,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "moe_num_shared_experts": 1,
+            "use_bias": True,
+        },
+    ),
     "hunyuan": (
         "hunyuan_v1_dense",
         {"head_dim": 16, "rope_parameters": NTK_ALPHA},
@@ -477,6 +492,8 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("opt", {"_remove_final_layer_norm": True}),
         ("llama4", {"layer_types": ["sliding_attention"] * 4}),
         ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma3", {"attn_logit_softcapping": 4.0}),
+        ("apertus", {"mlp_bias": True}),
         ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}),
     ],
 )
