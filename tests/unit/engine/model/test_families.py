@@ -417,6 +417,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 12}),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 90}),
     "gpt2-inner": ("gpt2", {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256}),
+    "gpt2-untied": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256, "tie_word_embeddings": False},
+    ),
     "gpt-neox": ("gpt_neox", {"num_attention_heads": 3, "rope_parameters": PARTIAL}),
     "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
     "phi": ("phi", {}),
