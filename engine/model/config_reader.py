@@ -21,9 +21,11 @@ _BESIDE = ("rope_theta", "partial_rotary_factor")
 class ConfigReader:
     """Reads keys of one `config.json`. A wrong type or a missing key raises CheckpointError naming it."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, *, is_whole: bool = False) -> None:
         self.values = values
         self.source = source
+        # Whether what is absent holds nowhere, as in metadata of GGUF files.
+        self.is_whole = is_whole
 
     @classmethod
     def of(cls, folder: Path) -> ConfigReader:
@@ -42,12 +44,26 @@ class ConfigReader:
     def aliased(self, **names: str) -> ConfigReader:
         """The same with keys that a family calls by other names: ours to its own."""
         given = {key: self.values[own] for key, own in names.items() if own in self.values}
-        return ConfigReader({**self.values, **given}, self.source)
+        return self.having({**self.values, **given})
+
+    def having(self, values: Mapping[str, Any]) -> ConfigReader:
+        """Other values from the same place."""
+        return ConfigReader(values, self.source, is_whole=self.is_whole)
+
+    def completed(self, **defaults: Any) -> ConfigReader:
+        """The same with what a family's configuration means where it leaves keys out; null is a value."""
+        return self if self.is_whole else self.having({**defaults, **self.values})
+
+    def turned(self, rotation: Mapping[str, Any]) -> ConfigReader:
+        """The same with what a family's configuration means where it states no rotation."""
+        if self.is_whole or self.values.get("rope_parameters") or self.values.get("rope_scaling"):
+            return self
+        return self.having({**self.values, "rope_parameters": rotation})
 
     def without(self, *keys: str) -> ConfigReader:
         """The same as if those keys were absent."""
         kept = {key: value for key, value in self.values.items() if key not in keys}
-        return ConfigReader(kept, self.source)
+        return self.having(kept)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; null counts as absent."""

@@ -123,7 +123,7 @@ def gguf_reader(path: Path) -> ConfigReader:
             _ADJUSTMENTS[arch](file, values)
         except (KeyError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
-    return ConfigReader(values, str(path))
+    return ConfigReader(values, str(path), is_whole=True)
 
 
 def gguf_names(architecture: str) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ def _count(
     if name == POSITIONS or name.endswith(KEPT_IN_FLOAT32):
         # Computed in float32.
         return WeightCount(num_weights=elements, fixed_bytes=FLOAT_BYTES * elements)
-    fixed = _at_load_bytes(name, _outputs_first(header.shape, spec), config)
+    fixed = _at_load_bytes(name, _outputs_first(name, header.shape, spec), config)
     if fixed is None:
         multiplied = len(header.shape) > 1 and header.dtype != "F16"
         multiplied = multiplied and not any(part in name for part in NEVER_MULTIPLIED)
@@ -220,10 +220,10 @@ def _fp8_bytes(name: str, header: TensorHeader, scheme: Scheme, coded: bool) -> 
     return WeightCount(num_weights=elements, fixed_bytes=elements + FLOAT_BYTES * scales)
 
 
-def _outputs_first(shape: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
+def _outputs_first(name: str, shape: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
     """A linear layer's shape, or that of experts that share a tensor, with outputs before inputs."""
     stacked = spec.experts is not None and spec.experts.layout == "stacked"
-    turned = spec.inputs_first if len(shape) == 2 else len(shape) == 3 and not stacked
+    turned = spec.inputs_first and name != HEAD if len(shape) == 2 else len(shape) == 3 and not stacked
     return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 

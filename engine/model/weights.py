@@ -286,7 +286,8 @@ class WeightReader:
                 if self._gguf is not None and not all(map(is_finite, scales_of(weight))):
                     raise self._not_finite(f"{name}.weight")
                 return weight
-        if self._inputs_first:
+        # The head is no layer of their kind.
+        if self._inputs_first and name != "lm_head":
             return DenseWeight(values=self.take(f"{name}.weight", (inputs, outputs)).T.contiguous())
         return DenseWeight(values=self.take(f"{name}.weight", (outputs, inputs)))
 

@@ -13,11 +13,23 @@ _NAMES = TensorNames(
     )
 )
 
+# Of checkpoints that state none.
+_ROTATION = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 @family("ApertusForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Both sizes."""
+    config = config.turned(_ROTATION)
     config.require("post_norm", False, False)
+    config.require("mlp_bias", False, False)
     config.require("qk_norm", True, True)
     return decoder_spec(
         config,
@@ -26,7 +38,6 @@ def read(config: ConfigReader) -> ModelSpec:
         ropes=(config.rope(head_size(config), default_theta=12_000_000.0),),
         activation=activation(config, default="xielu"),
         gated=False,
-        mlp_bias=config.flag("mlp_bias", False),
         qk_norm="head",
         names=_NAMES,
     )

@@ -19,10 +19,19 @@ from engine.model.spec import (
     yarn_magnitude,
 )
 
+# What configurations of V3 may leave out.
+_OF_V3 = {
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+
 
 @family("DeepseekV2ForCausalLM")
 def read_v2(config: ConfigReader) -> ModelSpec:
     """Softmax scores, the best groups by their best expert."""
+    config = config.completed(q_lora_rank=1536, n_shared_experts=2)
     config.require("norm_topk_prob", False, False)
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -36,6 +45,7 @@ def read_v2(config: ConfigReader) -> ModelSpec:
 @family("DeepseekV3ForCausalLM")
 def read_v3(config: ConfigReader) -> ModelSpec:
     """Sigmoid scores with a correction in the choice, groups by their two best experts."""
+    config = config.completed(**_OF_V3)
     experts = routed_experts(config, corrected_routing(config, num_groups=8, num_active_groups=4))
     return read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
 
@@ -43,8 +53,9 @@ def read_v3(config: ConfigReader) -> ModelSpec:
 @family("DeepseekV32ForCausalLM")
 def read_v32(config: ConfigReader) -> ModelSpec:
     """V3 with an indexer, by which attention looks at the positions that matter most."""
+    config = config.completed(**_OF_V3)
     routing = corrected_routing(config, num_groups=8, num_active_groups=4)
-    experts = listed_sparse(config, routed_experts(config, routing, default_dense=3))
+    experts = listed_sparse(config, routed_experts(config, routing))
     spec = read_latent(config, experts, interleaved=config.flag("rope_interleave", True))
     return with_indexer(config, spec, num_heads=64)
 

@@ -20,6 +20,7 @@ _NAMES = TensorNames(
 @family("Ernie4_5ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Without experts."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_shared(config, config.count("head_dim", 128)))
 
 
@@ -38,7 +39,8 @@ def read_experts(config: ConfigReader) -> ModelSpec:
         correction_bias=True,
         shared_intermediate_size=size * config.integer("moe_num_shared_experts", 2),
     )
-    return decoder_spec(config, **_shared(config, head_size(config)), experts=experts, names=_NAMES)
+    fields = _shared(config, head_size(config))
+    return decoder_spec(config, **fields, head_bias=fields["mlp_bias"], experts=experts, names=_NAMES)
 
 
 def _shared(config: ConfigReader, head_dim: int) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def read_experts(config: ConfigReader) -> ModelSpec:
 
 
 def _attention(config: ConfigReader) -> dict[str, Any]:
+    config = config.completed(sliding_window=4096)
     num_layers, window = config.count("num_hidden_layers"), config.optional_integer("sliding_window")
     windows: tuple[int | None, ...] = (None,) * num_layers
     if window is not None:

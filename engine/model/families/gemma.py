@@ -10,7 +10,7 @@ import msgspec
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import activation, attention_biases, decoder_spec, family, windows_of
-from engine.model.spec import ModelSpec, TensorNames
+from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 
 
 @family("GemmaForCausalLM")
@@ -66,8 +66,10 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
     normed.
     """
     config.require("use_bidirectional_attention", False, False)
+    # It has the key from Gemma 2, and nobody computes it.
+    config.require("attn_logit_softcapping", None, None)
     num_layers = config.count("num_hidden_layers")
-    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    pattern = config.count("sliding_window_pattern", config.count("_sliding_window_pattern", 6))
     windows = windows_of(
         config,
         default=[(layer + 1) % pattern != 0 for layer in range(num_layers)],
@@ -84,7 +86,6 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
         ),
         rope_of_layer=tuple(0 if window is None else 1 for window in windows),
         qk_norm="head",
-        attention_soft_cap=_cap(config, "attn_logit_softcapping", None),
         logit_soft_cap=_cap(config, "final_logit_softcapping", None),
     )
 
@@ -101,7 +102,7 @@ def _shared(config: ConfigReader) -> dict[str, Any]:
     return {
         **attention_biases(config),
         "head_dim": config.count("head_dim", 256),
-        "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_scale": _scale(config),
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         "norm_placement": "sandwich",
         "norm_offset": True,
@@ -109,6 +110,14 @@ def _shared(config: ConfigReader) -> dict[str, Any]:
         "rounds_embedding_scale": True,
         "tied_embeddings": config.flag("tie_word_embeddings", True),
     }
+
+
+def _scale(config: ConfigReader) -> float:
+    """Of scores."""
+    width = config.number("query_pre_attn_scalar", 256.0)
+    if width <= 0:
+        raise CheckpointError(f"{config.source}: query_pre_attn_scalar = {width} is not a number above 0")
+    return float(width**-0.5)
 
 
 def _cap(config: ConfigReader, key: str, default: float | None) -> float | None:

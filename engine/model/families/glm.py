@@ -32,18 +32,21 @@ _SANDWICH = TensorNames(
 @family("GlmForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """GLM-4-9B and GLM-Edge."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_dense(config))
 
 
 @family("Glm4ForCausalLM")
 def read_glm4(config: ConfigReader) -> ModelSpec:
     """GLM-4-0414: norms before and after the half layers."""
+    config = config.completed(num_key_value_heads=2)
     return decoder_spec(config, **_dense(config), norm_placement="sandwich", names=_SANDWICH)
 
 
 @family("Glm4MoeForCausalLM")
 def read_experts(config: ConfigReader) -> ModelSpec:
     """GLM-4.5 to 4.7: routing as DeepSeek-V3 has it."""
+    config = config.completed(first_k_dense_replace=1, n_shared_experts=1)
     return decoder_spec(
         config,
         default_eps=1e-5,
@@ -58,6 +61,9 @@ def read_experts(config: ConfigReader) -> ModelSpec:
 @family("Glm4MoeLiteForCausalLM")
 def read_lite(config: ConfigReader) -> ModelSpec:
     """GLM-4.7-Flash: DeepSeek-V3's attention as well."""
+    config = config.completed(
+        q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_shared_experts=1, routed_scaling_factor=1.8
+    )
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     experts = listed_sparse(config, routed_experts(config, routing, default_dense=1))
     return read_latent(config, experts, interleaved=config.flag("rope_interleave", True), default_eps=1e-5)
@@ -66,6 +72,7 @@ def read_lite(config: ConfigReader) -> ModelSpec:
 @family("GlmMoeDsaForCausalLM")
 def read_indexed(config: ConfigReader) -> ModelSpec:
     """GLM-5: attention over positions that an indexer chooses, in some layers for those behind them."""
+    config = config.completed(q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256)
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     experts = listed_sparse(
         config, routed_experts(config, routing, default_dense=3, default_scaling=2.5, default_shared=1)

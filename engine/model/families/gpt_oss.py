@@ -6,10 +6,22 @@ from engine.model.config_reader import ConfigReader
 from engine.model.families.base import attention_biases, decoder_spec, family, windows_of
 from engine.model.spec import ExpertSpec, ModelSpec
 
+# Of checkpoints that state none.
+_ROTATION = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 
 @family("GptOssForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Experts lie in a floating-point type or in MXFP4."""
+    config = config.turned(_ROTATION)
     num_layers = config.count("num_hidden_layers")
     config.require("swiglu_alpha", 1.702, 1.702)
     config.require("swiglu_limit", 7.0, 7.0)

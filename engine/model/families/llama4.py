@@ -23,9 +23,6 @@ def read(config: ConfigReader) -> ModelSpec:
     num_layers, head_dim = config.count("num_hidden_layers"), config.count("head_dim", 128)
     rotates = rotating_layers(config, num_layers)
     rope = msgspec.structs.replace(config.rope(head_dim, default_theta=500_000.0), interleaved=True)
-    chunk = config.optional_integer("attention_chunk_size")
-    if chunk is not None and chunk < 1:
-        raise CheckpointError(f"{config.source}: attention_chunk_size = {chunk} is no number of positions")
     turning = some_rotate(rope, rotates)
     if config.flag("attn_temperature_tuning", True):
         beta, length = config.number("attn_scale", 0.1), config.count("floor_scale", 8192)
@@ -50,7 +47,7 @@ def read(config: ConfigReader) -> ModelSpec:
         default_eps=1e-5,
         **attention_biases(config),
         **turning,
-        chunks=tuple(chunk if turns else None for turns in rotates),
+        chunks=_chunks(config, rotates),
         head_dim=head_dim,
         intermediate_size=config.count("intermediate_size_mlp", 16384),
         qk_norm="unit" if config.flag("use_qk_norm", True) else "none",
@@ -58,3 +55,20 @@ def read(config: ConfigReader) -> ModelSpec:
         experts=experts,
         names=_NAMES,
     )
+
+
+def _chunks(config: ConfigReader, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Positions that each layer looks at together: of those that `layer_types` calls so, or else rotate."""
+    chunk = config.completed(attention_chunk_size=8192).optional_integer("attention_chunk_size")
+    if chunk is not None and chunk < 1:
+        raise CheckpointError(f"{config.source}: attention_chunk_size = {chunk} is no number of positions")
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        kinds = ["chunked_attention" if turns else "full_attention" for turns in rotates]
+    known = {"chunked_attention", "full_attention"}
+    if not isinstance(kinds, list) or len(kinds) != len(rotates) or not set(map(str, kinds)) <= known:
+        raise CheckpointError(
+            f"{config.source}: layer_types must name {len(rotates)} layers chunked_attention or "
+            f"full_attention, got {kinds!r}"
+        )
+    return tuple(chunk if kind == "chunked_attention" else None for kind in kinds)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec, family, windows_of
+from engine.model.families.base import decoder_spec, family, head_size, windows_of
 from engine.model.families.deepseek import corrected_routing, read_latent, routed_experts
 from engine.model.spec import ExpertSpec, ModelSpec, QueryGrowth, RopeSpec
 
@@ -15,6 +15,7 @@ from engine.model.spec import ExpertSpec, ModelSpec, QueryGrowth, RopeSpec
 @family("MistralForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Without experts."""
+    config = config.completed(sliding_window=4096, num_key_value_heads=8)
     return decoder_spec(config, windows=_windows(config))
 
 
@@ -29,6 +30,8 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
 @family("Ministral3ForCausalLM")
 def read_ministral3(config: ConfigReader) -> ModelSpec:
     """Ministral 3 and Mistral Small 4's kin."""
+    own = {"rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384}
+    config = config.turned(_ROTATION | own)
     head_dim = config.count("head_dim", 128)
     rope = _growing(config, config.rope(head_dim, default_theta=1_000_000.0))
     return decoder_spec(config, default_eps=1e-5, head_dim=head_dim, ropes=(rope,), windows=_windows(config))
@@ -56,13 +59,13 @@ _ROTATION = {
 @family("Mistral4ForCausalLM")
 def read_mistral4(config: ConfigReader) -> ModelSpec:
     """Mistral Small 4: DeepSeek's latent attention and experts, chosen by softmax."""
-    config = ConfigReader({**_OF_MISTRAL4, **config.values}, config.source)
-    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling") or _ROTATION
+    config = config.having({**_OF_MISTRAL4, **config.values}).turned(_ROTATION)
+    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling")
     if isinstance(rotation, dict):
         # A share of queries and keys, of which the other part is a tensor of its own here.
         rotation = {key: value for key, value in rotation.items() if key != "partial_rotary_factor"}
         values = {**config.values, "rope_parameters": rotation}
-        config = ConfigReader(values, config.source).without("rope_scaling")
+        config = config.having(values).without("rope_scaling")
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     routing |= {"scoring": "softmax", "correction_bias": False}
     experts = routed_experts(config, routing)
@@ -93,7 +96,8 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
         layers=tuple(range(config.count("num_hidden_layers"))),
         layout="mixtral",
     )
-    return decoder_spec(config, default_eps=1e-5, windows=_windows(config), experts=experts)
+    ropes = (config.rope(head_size(config), default_theta=1_000_000.0),)
+    return decoder_spec(config, default_eps=1e-5, ropes=ropes, windows=_windows(config), experts=experts)
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:

@@ -97,6 +97,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
     },
 }
+for _qwen in ("qwen2_5_vl", "qwen2_5_vl_text"):
+    _DEFAULTS[_qwen] = {"rms_norm_eps": 1e-5}
+for _glm in ("glm4v_text", "glm4v_moe_text"):
+    _DEFAULTS[_glm] = {"rms_norm_eps": 1e-5}
+_DEFAULTS["glm4v_moe_text"] |= {"attention_bias": True}
+_DEFAULTS["qwen3_vl_moe_text"] = {"num_experts_per_tok": 4}
+_DEFAULTS["qwen3_omni_moe_text"] = {"norm_topk_prob": True}
+# And bases of rotations, where they state none.
+_BASES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 1_000_000.0),
+    **dict.fromkeys(("qwen2_5_omni_text", "qwen3_omni_moe_text"), 1_000_000.0),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), 500_000.0),
+}
 _DEFAULTS["gemma4_unified_text"] = _DEFAULTS["gemma4_text"] | {"max_position_embeddings": 262_144}
 _PREFIXES = (
     (r"^thinker\.", ""),
@@ -177,7 +190,10 @@ def read_text_part(config: ConfigReader) -> ModelSpec:
         rotation = values.get("rope_parameters") or values.get("rope_scaling") or {}
         if "partial_rotary_factor" not in rotation:
             values.setdefault("partial_rotary_factor", 1.0)
-    spec = reader(ConfigReader(values, f"{config.source}: text_config"))
+    inner = ConfigReader(values, f"{config.source}: text_config")
+    if kind in _BASES and values.get("rope_theta") is None:
+        inner = inner.turned({"rope_type": "default", "rope_theta": _BASES[kind]})
+    spec = reader(inner)
     if kind == "qwen3_vl_moe_text" and spec.experts is not None:
         # Its experts share tensors, and their weights sum to one whatever is said.
         experts = msgspec.structs.replace(spec.experts, layout="inputs_first", normalized=True)

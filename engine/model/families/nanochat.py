@@ -27,6 +27,8 @@ def read(config: ConfigReader) -> ModelSpec:
         embedding_norm=True,
         qk_norm="unit",
         qk_norm_last=True,
-        logit_soft_cap=config.optional_number("final_logit_softcapping"),
+        logit_soft_cap=config.completed(final_logit_softcapping=15.0).optional_number(
+            "final_logit_softcapping"
+        ),
         names=_NAMES,
     )

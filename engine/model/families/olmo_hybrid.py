@@ -31,15 +31,16 @@ _NAMES = TensorNames(
 
 @family("OlmoHybridForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """Rotation only where `rope_parameters` state one."""
+    """Rotation but where its base is null."""
     num_layers, num_heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
     config.require("hidden_act", "silu", "silu")
     default = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(num_layers)]
     if "full_attention" not in default:
         default[-1] = "full_attention"
     attending, others = mixed_layers(config, default=default, state="linear_attention")
-    rope = config.values.get("rope_parameters") or {}
-    turns = isinstance(rope, dict) and rope.get("rope_theta") is not None
+    stated = config.values.get("rope_parameters") or config.values.get("rope_scaling")
+    stated = stated if isinstance(stated, dict) and "rope_theta" in stated else config.values
+    turns = stated.get("rope_theta", 0) is not None
     return decoder_spec(
         config,
         **attention_biases(config),

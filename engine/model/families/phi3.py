@@ -12,6 +12,9 @@ from engine.model.spec import ModelSpec
 @family("Phi3ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Early checkpoints call longrope "su" or "yarn"."""
+    stated = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if "original_max_position_embeddings" not in stated:
+        config = config.completed(original_max_position_embeddings=4096)
     rope = config.rope(config.count("hidden_size") // config.count("num_attention_heads"))
     if rope.kind in ("su", "yarn"):
         rope = msgspec.structs.replace(rope, kind="longrope")

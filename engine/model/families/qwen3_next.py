@@ -36,7 +36,7 @@ def read(config: ConfigReader) -> ModelSpec:
 @family("Qwen3_5ForCausalLM")
 def read_dense(config: ConfigReader) -> ModelSpec:
     """Without experts."""
-    return _read(config, "separate")
+    return _read(config.completed(num_key_value_heads=4), "separate")
 
 
 @family("Qwen3_5MoeForCausalLM")
@@ -62,6 +62,7 @@ def _experts(
 
 
 def _read(config: ConfigReader, layout: Literal["by_group", "separate"], **fields: Any) -> ModelSpec:
+    config = config.completed(num_key_value_heads=2)
     num_layers, head_dim = config.count("num_hidden_layers"), config.count("head_dim", 256)
     config.require("hidden_act", "silu", "silu")
     every = config.count("full_attention_interval", 4)

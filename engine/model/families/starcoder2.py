@@ -12,6 +12,7 @@ _NAMES = TensorNames(renamed=((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_p
 @family("Starcoder2ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """All sizes."""
+    config = config.completed(num_key_value_heads=2)
     config.require("norm_type", "layer_norm", "layer_norm")
     config.require("mlp_type", "default", "default")
     bias = config.flag("use_bias", True)

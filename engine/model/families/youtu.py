@@ -12,7 +12,7 @@ from engine.model.spec import ModelSpec
 def read(config: ConfigReader) -> ModelSpec:
     """Youtu-LLM-2B."""
     return read_latent(
-        config,
+        config.completed(q_lora_rank=1536),
         None,
         interleaved=config.flag("rope_interleave", True),
         tied_embeddings=config.flag("tie_word_embeddings", True),

@@ -247,6 +247,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo_hybrid",
         {key: value for key, value in DELTA.items() if key != "head_dim"} | {"rope_parameters": None},
     ),
+    "olmo-hybrid-still": (
+        "olmo_hybrid",
+        {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
     "jamba": (
         "jamba",
         EXPERTS | {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},

@@ -255,6 +255,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_interval": 2,
         },
     ),
+    "ernie4.5-moe-biases": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "moe_num_experts": 3,
+            "moe_k": 1,
+            "moe_intermediate_size": 8,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "moe_num_shared_experts": 1,
+            "use_bias": True,
+        },
+    ),
     "hunyuan": (
         "hunyuan_v1_dense",
         {"head_dim": 16, "rope_parameters": NTK_ALPHA},
@@ -291,6 +306,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 40,
             "num_hidden_layers": 4,
             "attention_chunk_size": 12,
+        },
+    ),
+    "llama4-listed": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 40,
+            "num_hidden_layers": 3,
+            "attention_chunk_size": 12,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
         },
     ),
     "minimax-m2": (
@@ -389,6 +417,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 12}),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 90}),
     "gpt2-inner": ("gpt2", {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256}),
+    "gpt2-untied": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 1, "n_head": 3, "n_positions": 256, "tie_word_embeddings": False},
+    ),
     "gpt-neox": ("gpt_neox", {"num_attention_heads": 3, "rope_parameters": PARTIAL}),
     "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
     "phi": ("phi", {}),
@@ -462,13 +494,18 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("opt", {"do_layer_norm_before": False}),
         ("opt", {"word_embed_proj_dim": 24}),
         ("opt", {"_remove_final_layer_norm": True}),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma3", {"attn_logit_softcapping": 4.0}),
+        ("apertus", {"mlp_bias": True}),
+        ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     model_type, changes = CASES[name]
     make_checkpoint(tmp_path, model_type, **changes)
     edit_config(tmp_path, **keys)
-    (key,) = keys
+    key = next(iter(keys))
     with pytest.raises(CheckpointError, match=key):
         read_spec(tmp_path)
 
