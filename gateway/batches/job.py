@@ -320,7 +320,7 @@ class BatchJob:
         batch.ended_unix_s = self._now_s()
         try:
             await self._save()
-        except BatchLeaseLost:
+        except (BatchLeaseLost, _Stopped):
             self.is_lost = True
             return
         await self._clear()
@@ -542,7 +542,8 @@ class BatchJob:
                 return done
             if self._stopping:
                 raise _Stopped
-            if self._index is None and self._is_ending and not self.lease.batch.num_answered:
+            batch = self.lease.batch
+            if self._index is None and self._is_ending and batch.is_open and not batch.num_answered:
                 raise _NeverRead
 
     async def _wait(self, problem: str) -> None:
@@ -551,22 +552,15 @@ class BatchJob:
         if self._pause != told:
             _log.error("batch %s pauses: %s", self.lease.batch.id, problem)
             self._pause = self.lease.batch.detail = told
-        # The database may be on the same disk.
+        # Who waits is not lost. The database may be on the same disk.
+        self.lease.batch.num_takes = 0
         with suppress(MillraceError):
-            await self._save()
+            await self._parts.call(self._parts.store.save, self.lease)
         await asyncio.sleep(_RETRY_S)
 
     async def _save(self) -> None:
-        while True:
-            try:
-                await self._parts.call(self._parts.store.save, self.lease)
-            except MillraceError as error:
-                if self._pause or self._stopping:
-                    raise
-                await asyncio.sleep(error.retry_after_s or _RETRY_S)
-            else:
-                self._saved_s = time.monotonic()
-                return
+        await self._writing(self._parts.store.save, self.lease)
+        self._saved_s = time.monotonic()
 
     # What is told.
 

@@ -142,7 +142,7 @@ class BatchRunner:
             try:
                 room = min(_TAKEN_TOGETHER, _MAX_JOBS - len(self._jobs))
                 if room > 0 and not self._surroundings().draining:
-                    for lease in await self._parts.call(self._parts.store.take, room):
+                    for lease in await self._parts.call(self._parts.store.take, room, tuple(self._jobs)):
                         self._begin(BatchJob(lease, self._parts))
                 await self._tell()
             except MillraceError:
@@ -163,9 +163,6 @@ class BatchRunner:
 
     def _begin(self, job: BatchJob) -> None:
         id_ = job.lease.batch.id
-        if id_ in self._jobs:
-            # Its lease ran out here while something hung.
-            return
         self._jobs[id_] = job
         task = asyncio.create_task(self._run(job), name=f"batch {id_}")
         self._tasks.add(task)
