@@ -309,12 +309,13 @@ def what_else(
     forecast_s = [
         load.pending_prefill_tokens / load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s
     ]
-    queued = any(load.num_waiting for load in loads)
+    queued, num_engines = any(load.num_waiting for load in loads), around.num_engines()
     queued |= bool(tightest_s) and any(each > tightest_s * _LATE_SHARE for each in forecast_s)
     return WhatElse(
-        num_engines=around.num_engines(),
+        num_engines=num_engines,
         others_run=bool(others) or around.has_others(),
-        others_begin=bool(begin),
+        # With more engines there is one where no first token is computed.
+        others_begin=len(begin) >= max(1, num_engines),
         others_wait=late,
         queued=queued,
         asked_s=max((each for each in (around.asked_s(), heard_s) if each is not None), default=None),
