@@ -30,6 +30,8 @@ _TAKEN_TOGETHER = 8
 # A request of others waits when its first token is late by this share of its target; without a target after
 # this many seconds.
 _LATE_SHARE, _LATE_S = 0.1, 0.1
+# What has not come to an engine for longer waits for something else than lines, such as a model to be loaded.
+_ARRIVES_S = 1.0
 # Seconds over which lines a second are measured.
 _RATE_S = 30.0
 
@@ -356,8 +358,9 @@ class _OfPipeline:
                 target_s = None if target_ms is None else target_ms / 1000
                 first_s = attempt.meter.first_output_s
                 found.append(OtherRequest(attempt, call.caller.received_s, first_s, target_s))
+        now_s = time.monotonic()
         for key, caller in self._pipeline.arriving.items():
-            if not caller.identity.in_batch:
+            if not caller.identity.in_batch and now_s - caller.received_s < _ARRIVES_S:
                 found.append(OtherRequest(key, caller.received_s, None, None))
         return found
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gateway.batches.mark import AskedMark
-from gateway.batches.runner import OtherRequest, SeenOthers
+from gateway.batches.runner import OtherRequest, SeenOthers, surroundings_of
 from gateway.batches.window import LineWindow, WhatElse
 from tests.unit.gateway.batches.serving import serving, until
 
@@ -200,6 +202,19 @@ def test_a_first_token_is_alone_if_no_line_was_under_way_from_its_request_on() -
     seen.look([OtherRequest("b", 11.0, None, None)], 11.1, num_lines=1)
     seen.look([OtherRequest("b", 11.0, 11.3, None)], 11.3, num_lines=0)
     assert window.firsts[1:] == [(pytest.approx(0.3), False)]
+
+
+def test_who_asks_is_seen_while_the_request_is_prepared_but_not_while_a_model_is_loaded() -> None:
+    identity, line = SimpleNamespace(in_batch=False), SimpleNamespace(in_batch=True)
+    now_s = time.monotonic()
+    arriving = {
+        "chat": SimpleNamespace(identity=identity, received_s=now_s),
+        "waits for a model": SimpleNamespace(identity=identity, received_s=now_s - 60.0),
+        "line": SimpleNamespace(identity=line, received_s=now_s),
+    }
+    books = SimpleNamespace(running=())
+    pipeline = SimpleNamespace(draining=False, books=books, arriving=arriving)
+    assert [each.key for each in surroundings_of(pipeline).others()] == ["chat"]
 
 
 def test_gateways_hear_of_each_other_and_not_of_themselves(tmp_path: Path) -> None:
