@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import MillraceError, Reason
 from gateway.batches import content, job
 from gateway.batches.spool import Spool, Written
 from gateway.batches.types import LineOutcome
@@ -149,6 +150,40 @@ async def test_an_end_for_whose_lines_there_is_no_room_keeps_the_answers_and_say
     (problem,) = batch["errors"]["data"]
     assert (problem["code"], len(answered)) == ("disk_full", len(ledger_rows(tmp_path)))
     assert problem["message"].startswith(f"{9 - len(answered)} lines were cancelled without a line")
+
+
+async def test_a_database_that_cannot_be_written_pauses_the_batch_longer_than_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ScriptedEngine(step_s=0.002)
+    async with serving(tmp_path, engine, max_in_flight=4) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(400))))
+
+        async def some() -> bool:
+            return len(engine.submissions) >= 20
+
+        await until(some)
+        store = batches_of(stack).store
+
+        def refused(lease: Any) -> None:
+            raise MillraceError(Reason.STORE_UNAVAILABLE, "the database is away", retry_after_s=0.01)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "save", refused)
+            await paused(stack, batch)
+            num, ends_ms = len(engine.submissions), store.now_ms() + 3 * round(store.config.lease_s * 1000)
+
+            async def is_over() -> bool:
+                assert "the database is away" in (await paused(stack, batch))["status_detail"]
+                return bool(store.now_ms() > ends_ms)
+
+            await until(is_over)
+            assert len(engine.submissions) <= num + 4, "what is computed waits in memory"
+        batch = await ended(stack, batch)
+        found = await results(stack, batch["output_file_id"])
+    assert (batch["status"], batch["status_detail"]) == ("completed", None)
+    assert sorted(int(each["custom_id"]) for each in found) == list(range(400))
+    assert len(ledger_rows(tmp_path)) == 400
 
 
 @pytest.fixture
