@@ -163,7 +163,7 @@ async def test_a_database_that_cannot_be_written_pauses_the_batch_longer_than_it
             return len(engine.submissions) >= 20
 
         await until(some)
-        store = batches_of(stack).store
+        store, (running,) = batches_of(stack).store, batches_of(stack)._runner._jobs.values()
 
         def refused(lease: Any) -> None:
             raise MillraceError(Reason.STORE_UNAVAILABLE, "the database is away", retry_after_s=0.01)
@@ -181,6 +181,7 @@ async def test_a_database_that_cannot_be_written_pauses_the_batch_longer_than_it
             assert len(engine.submissions) <= num + 4, "what is computed waits in memory"
         batch = await ended(stack, batch)
         found = await results(stack, batch["output_file_id"])
+    assert not running.is_lost, "the gateway took it from itself when its lease had run out"
     assert (batch["status"], batch["status_detail"]) == ("completed", None)
     assert sorted(int(each["custom_id"]) for each in found) == list(range(400))
     assert len(ledger_rows(tmp_path)) == 400
