@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from collections import deque
@@ -41,22 +42,21 @@ from observability.emit import names
 from observability.emit.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-# How often results are written down; a killed gateway's lines since then are computed again.
-_FLUSH_S = 0.1
-# Signs of life within the time of a lease.
-_BEATS = 4
-_RETRY_S = 1.0
+# How often results are written down (a killed gateway's lines since then are computed again), and how often
+# in the time of a lease there is a sign of life.
+_FLUSH_S, _BEATS = 0.1, 4
+# Then what passes is tried again; a line that was refused for load at most so late.
+_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
 # Tries of a line that fails for no fault of its own, and not for load.
 _MAX_TRIES = 3
 _AT_FAULT = frozenset({Reason.ENGINE_LOST, Reason.INTERNAL, Reason.STEP_FAILED})
 # Gateways that may be lost one after another under a batch of which meanwhile no line was answered.
 _MAX_TAKES = 8
-# Longest time after which a line that was refused for load is tried again.
-_MAX_RETRY_S = 30.0
-# Lines after which a batch's own rate says when it will be through.
-_ENOUGH_LINES = 20
-# Lines whose results are written at a time where nothing is computed for them.
-_TOGETHER = 256
+# Lines that end until one more is tried than had streams lately.
+_TRIED_AFTER = 16
+# Lines after which a batch's own rate says when it will be through; and those whose results are written at a
+# time where nothing is computed for them.
+_ENOUGH_LINES, _TOGETHER = 20, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,9 @@ class BatchJob:
         # Lines to be tried again, and tries of those that failed.
         self._again: deque[LineEntry] = deque()
         self._tries: dict[int, int] = {}
-        # Lines that were taken and have not come to their end; of those that have begun, the tasks.
-        self._num_taken = 0
+        # Lines that were taken and have not come to their end, and how many the tenant's streams were enough
+        # for lately; of those that have begun, the tasks.
+        self._num_taken, self._most_taken = 0, math.inf
         self._under_way: set[asyncio.Task[Any]] = set()
         self._results: list[Written] = []
         # Monotonic moments: no line begins before the first; the last sign of life; its own beginning.
@@ -134,7 +135,8 @@ class BatchJob:
         """Whether a line of it may begin."""
         if self._index is None or self._pause or self._stopping or now_s < self._not_before_s:
             return False
-        return not self._is_ending and not (self._is_through and not self._again)
+        has_streams = self._num_taken + 1 <= self._most_taken
+        return has_streams and not self._is_ending and not (self._is_through and not self._again)
 
     def take(self) -> LineEntry | None:
         """The next line; None where there is none after all."""
@@ -202,6 +204,7 @@ class BatchJob:
 
     def _put(self, entry: LineEntry, result: LineResult) -> None:
         self._tries.pop(entry.position, None)
+        self._most_taken += 1 / _TRIED_AFTER
         self._results.append(self._written(entry, result))
 
     def _written(self, entry: LineEntry, result: LineResult) -> Written:
@@ -216,6 +219,10 @@ class BatchJob:
         elif error.retry_after_s is None:
             return False
         self._again.append(entry)
+        if error.reason is Reason.CONCURRENCY_EXCEEDED and self._num_taken > 1:
+            # As soon as one of the others has ended.
+            self._most_taken = self._num_taken - 1
+            return True
         wait_s = min(error.retry_after_s or _RETRY_S, _MAX_RETRY_S)
         self._not_before_s = max(self._not_before_s, time.monotonic() + wait_s)
         return True
@@ -320,7 +327,7 @@ class BatchJob:
         batch.ended_unix_s = self._now_s()
         try:
             await self._save()
-        except BatchLeaseLost:
+        except (BatchLeaseLost, _Stopped):
             self.is_lost = True
             return
         await self._clear()
@@ -542,7 +549,8 @@ class BatchJob:
                 return done
             if self._stopping:
                 raise _Stopped
-            if self._index is None and self._is_ending and not self.lease.batch.num_answered:
+            batch = self.lease.batch
+            if self._index is None and self._is_ending and batch.is_open and not batch.num_answered:
                 raise _NeverRead
 
     async def _wait(self, problem: str) -> None:
@@ -551,22 +559,15 @@ class BatchJob:
         if self._pause != told:
             _log.error("batch %s pauses: %s", self.lease.batch.id, problem)
             self._pause = self.lease.batch.detail = told
-        # The database may be on the same disk.
+        # Who waits is not lost. The database may be on the same disk.
+        self.lease.batch.num_takes = 0
         with suppress(MillraceError):
-            await self._save()
+            await self._parts.call(self._parts.store.save, self.lease)
         await asyncio.sleep(_RETRY_S)
 
     async def _save(self) -> None:
-        while True:
-            try:
-                await self._parts.call(self._parts.store.save, self.lease)
-            except MillraceError as error:
-                if self._pause or self._stopping:
-                    raise
-                await asyncio.sleep(error.retry_after_s or _RETRY_S)
-            else:
-                self._saved_s = time.monotonic()
-                return
+        await self._writing(self._parts.store.save, self.lease)
+        self._saved_s = time.monotonic()
 
     # What is told.
 

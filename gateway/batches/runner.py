@@ -13,14 +13,16 @@ from contract.engines import EngineLoad
 from contract.errors import MillraceError
 from gateway.batches.job import BatchJob, JobParts
 from gateway.batches.lines import LineEntry
+from gateway.batches.mark import AskedMark
 from gateway.batches.shares import FairShares
 from gateway.batches.types import RequestBatch
 from gateway.batches.window import LineWindow, WhatElse
 from observability.emit import names
 
 _log = logging.getLogger(__name__)
-# How often it is looked whether lines may begin, when nothing else says so.
-_LOOK_S = 0.05
+# How often it is looked whether lines may begin, when nothing else says so; and where some wait for a moment
+# that passes, such as others' first tokens.
+_LOOK_S, _SOON_S = 0.05, 0.01
 _TAKE_S = 1.0
 # Batches that a gateway runs at a time, and takes at a time.
 _MAX_JOBS = 64
@@ -28,6 +30,8 @@ _TAKEN_TOGETHER = 8
 # A request of others waits when its first token is late by this share of its target; without a target after
 # this many seconds.
 _LATE_SHARE, _LATE_S = 0.1, 0.1
+# What has not come to an engine for longer waits for something else than lines, such as a model to be loaded.
+_ARRIVES_S = 1.0
 # Seconds over which lines a second are measured.
 _RATE_S = 30.0
 
@@ -61,7 +65,11 @@ class Surroundings(Protocol):
         ...
 
     def others(self) -> list[OtherRequest]:
-        """The requests at connections."""
+        """The requests at connections, from when they are read."""
+        ...
+
+    def asked_s(self) -> float | None:
+        """When the last of them came; None where none did."""
         ...
 
     def tightest_s(self) -> float:
@@ -90,6 +98,10 @@ class BatchRunner:
         self._changed = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self._others = SeenOthers(window)
+        self._mark = AskedMark(parts.folder.parent / "asked")
+        # When others had last asked this gateway as it told the other gateways; when those told the same.
+        self._told_s: float | None = None
+        self._heard_s: float | None = None
         # Lines that have ended, halved every _RATE_S.
         self._num_ended, self._measured_s, self._since_s = 0.0, 0.0, time.monotonic()
 
@@ -142,9 +154,10 @@ class BatchRunner:
             try:
                 room = min(_TAKEN_TOGETHER, _MAX_JOBS - len(self._jobs))
                 if room > 0 and not self._surroundings().draining:
-                    for lease in await self._parts.call(self._parts.store.take, room):
+                    for lease in await self._parts.call(self._parts.store.take, room, tuple(self._jobs)):
                         self._begin(BatchJob(lease, self._parts))
                 await self._tell()
+                await self._exchange()
             except MillraceError:
                 # Nothing is served yet, or the database cannot be used: that is in the log.
                 pass
@@ -161,11 +174,20 @@ class BatchRunner:
         since_ms = await self._parts.call(store.waiting_since_ms)
         metrics.set(names.BATCHES_OLDEST, (store.now_ms() - since_ms) / 1000 if since_ms else 0.0)
 
+    async def _exchange(self) -> None:
+        """Gateways tell each other that they are asked by others than batches."""
+        asked_s = self._surroundings().asked_s()
+        try:
+            has_heard = await self._parts.call(self._mark.exchange, is_asked=asked_s != self._told_s)
+        except OSError as error:
+            _log.warning("gateways cannot tell each other that they are asked: %s", error)
+            return
+        self._told_s = asked_s
+        if has_heard:
+            self._heard_s = time.monotonic()
+
     def _begin(self, job: BatchJob) -> None:
         id_ = job.lease.batch.id
-        if id_ in self._jobs:
-            # Its lease ran out here while something hung.
-            return
         self._jobs[id_] = job
         task = asyncio.create_task(self._run(job), name=f"batch {id_}")
         self._tasks.add(task)
@@ -186,55 +208,61 @@ class BatchRunner:
     # Lines.
 
     async def _keep_beginning(self) -> None:
+        are_held = False
         while True:
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_SOON_S if are_held else _LOOK_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             self._changed.clear()
+            are_held = False
             try:
-                self._begin_lines()
+                are_held = self._begin_lines()
             except MillraceError:
                 # Nothing is served yet.
                 pass
             except Exception:
                 _log.exception("lines of batches cannot begin, will retry")
 
-    def _begin_lines(self) -> None:
+    def _begin_lines(self) -> bool:
+        """Whether none is under way though there is no room: that is soon over."""
         now_s, around = time.monotonic(), self._surroundings()
         others = around.others()
         self._others.look(others, now_s, num_lines=len(self._lines))
         if not self._jobs or around.draining:
-            return
-        self._window.look(now_s, what_else(around, others, now_s, self._others.asked_s))
-        while self._window.has_room(len(self._lines)):
+            return False
+        self._window.look(now_s, what_else(around, others, now_s, self._heard_s))
+        while self._window.has_room(len(self._lines), now_s):
             waiting: dict[str, BatchJob] = {}
             for job in self._jobs.values():
                 if job.wants(now_s):
                     # Of a tenant's the one that was taken first.
                     waiting.setdefault(job.tenant, job)
             if not waiting:
-                return
+                return False
             job = waiting[self._shares.choose(waiting)]
             entry = job.take()
             if entry is not None:
                 task = asyncio.create_task(self._line(job, entry), name="line of a batch")
                 self._lines.add(task)
                 task.add_done_callback(self._ended)
+                self._window.began(now_s)
+        return not self._lines
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._lines.discard(task)
         self._changed.set()
 
     async def _line(self, job: BatchJob, entry: LineEntry) -> None:
-        expected, took = self._shares.begin(job.tenant), None
+        expected, took, began_s = self._shares.begin(job.tenant), None, time.monotonic()
         try:
             took = await job.answer(entry)
         finally:
             self._shares.end(job.tenant, expected, took)
             if took is not None:
-                self._window.ended()
+                now_s = time.monotonic()
+                self._window.ended(now_s, now_s - began_s)
                 self._measure()
 
     def _measure(self) -> None:
@@ -251,8 +279,7 @@ class SeenOthers:
     def __init__(self, window: LineWindow) -> None:
         self._window = window
         self._seen: set[object] = set()
-        # When the last of them came, and since when no line is under way.
-        self.asked_s: float | None = None
+        # Since when no line is under way.
         self._no_line_since_s: float | None = None
 
     def look(self, others: list[OtherRequest], now_s: float, *, num_lines: int) -> None:
@@ -262,7 +289,6 @@ class SeenOthers:
         elif self._no_line_since_s is None:
             self._no_line_since_s = now_s
         for other in others:
-            self.asked_s = max(self.asked_s or 0.0, other.received_s)
             if other.first_s is not None and other.key not in self._seen:
                 since_s = self._no_line_since_s
                 is_alone = since_s is not None and since_s <= other.received_s
@@ -271,9 +297,9 @@ class SeenOthers:
 
 
 def what_else(
-    around: Surroundings, others: list[OtherRequest], now_s: float, asked_s: float | None
+    around: Surroundings, others: list[OtherRequest], now_s: float, heard_s: float | None
 ) -> WhatElse:
-    """What a window is told."""
+    """What a window is told; others asked another gateway as lately as `heard_s`."""
     loads = around.loads()
     begin = [other for other in others if other.first_s is None]
     late = any(
@@ -285,15 +311,16 @@ def what_else(
     forecast_s = [
         load.pending_prefill_tokens / load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s
     ]
-    queued = any(load.num_waiting for load in loads)
+    queued, num_engines = any(load.num_waiting for load in loads), around.num_engines()
     queued |= bool(tightest_s) and any(each > tightest_s * _LATE_SHARE for each in forecast_s)
     return WhatElse(
-        num_engines=around.num_engines(),
+        num_engines=num_engines,
         others_run=bool(others) or around.has_others(),
-        others_begin=bool(begin),
+        # With more engines there is one where no first token is computed.
+        others_begin=len(begin) >= max(1, num_engines),
         others_wait=late,
         queued=queued,
-        asked_s=asked_s,
+        asked_s=max((each for each in (around.asked_s(), heard_s) if each is not None), default=None),
     )
 
 
@@ -331,7 +358,15 @@ class _OfPipeline:
                 target_s = None if target_ms is None else target_ms / 1000
                 first_s = attempt.meter.first_output_s
                 found.append(OtherRequest(attempt, call.caller.received_s, first_s, target_s))
+        now_s = time.monotonic()
+        for key, caller in self._pipeline.arriving.items():
+            if not caller.identity.in_batch and now_s - caller.received_s < _ARRIVES_S:
+                found.append(OtherRequest(key, caller.received_s, None, None))
         return found
+
+    def asked_s(self) -> float | None:
+        asked_s: float | None = self._pipeline.asked_s
+        return asked_s
 
     def tightest_s(self) -> float:
         targets: Mapping[str, Any] = self._pipeline.tiers.all

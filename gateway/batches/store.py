@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -290,10 +290,14 @@ class BatchStore:
 
     # Leases.
 
-    def take(self, limit: int) -> list[BatchLease]:
-        """Takes leases on batches that nobody runs, the oldest first."""
+    def take(self, limit: int, besides: Collection[str] = ()) -> list[BatchLease]:
+        """Takes leases on batches that nobody runs, the oldest first. The caller runs those `besides`, though
+        it may have been unable to renew their leases.
+        """
         columns, now = BATCHES.c, self.now_ms()
-        waiting = select(BATCHES).where(columns.is_open == 1, columns.lease_until_unix_ms < now)
+        waiting = select(BATCHES).where(
+            columns.is_open == 1, columns.lease_until_unix_ms < now, columns.id.not_in(besides)
+        )
         with self.engine.connect() as connection:
             rows = connection.execute(waiting.order_by(columns.created_unix_ms).limit(limit)).all()
         taken = []

@@ -4,6 +4,8 @@ Lines run in what capacity is left. Where nobody else asked lately they become m
 Beside others they become more as long as others' first tokens are as early as without lines: nine in ten of
 those without lines did not exceed `late_s`; a first token beside lines that does takes a quarter of them, any
 other adds a twentieth. So 13 in 100 are later than that in the long run, where 10 would be without lines.
+Where a single line makes more of them late, it does not follow at once on the one before: half a line is one
+that is under way half of the time. None begins while a first token of others is on its way.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from typing import NamedTuple
 _BESIDE_OTHERS = 0.25
 # After the number of lines was halved nothing is done about it for so long: those under way end meanwhile.
 _HOLD_S = 0.5
-# Others ask as long as the last one came so lately.
-_LATELY_S = 5.0
+# Others ask as long as the last one came so lately: who reads an answer asks again within it.
+_LATELY_S = 30.0
+# Beside others lines are under way for at least so much of the time: a batch is not starved for ever. And one
+# begins though first tokens of others are on their way, where none did for so long.
+_LEAST_BESIDE, _HELD_S = 0.25, 1.0
 # First tokens that tell what they take without lines: so many are kept, and fewer than that tell nothing.
-_KEPT, _ENOUGH = 64, 8
+_KEPT, _ENOUGH = 128, 8
 # A first token beside lines is late if it takes more than this share of those without lines. If lines cost
 # nothing, one in ten is late; the number of lines is steady where a few more are.
 _USUAL, _LATE_BESIDE = 0.9, 0.15
@@ -39,7 +44,7 @@ class WhatElse(NamedTuple):
     others_wait: bool = False
     # Further lines would only stand in front of an engine.
     queued: bool = False
-    # When the last of others' requests came to this gateway.
+    # When the last of others' requests came.
     asked_s: float | None = None
 
 
@@ -76,7 +81,9 @@ class LineWindow:
         self._asked_lately = self._is_paused = self._others_begin = False
         self._firsts = FirstTokens()
         self._paused_until_s = self._next_pause_s = 0.0
-        # Lines where nobody asked lately, and beside others.
+        # When the last line began; beside others the next one follows no sooner than the second moment.
+        self._began_s, self._rests_until_s = float("-inf"), 0.0
+        # Lines where nobody asked lately, and beside others: less than one is one for that part of the time.
         self.size = self.beside = 1.0
 
     def look(self, now_s: float, what: WhatElse) -> None:
@@ -89,7 +96,8 @@ class LineWindow:
             self._held_until_s = now_s + _HOLD_S
             self._is_first = False
             self.size = max(1.0, min(self.size, self._most) / 2)
-            self.beside = max(1.0, self.beside / 2)
+            # Below one line only first tokens that are known without lines tell that lines are why.
+            self.beside = min(self.beside, max(1.0, self.beside / 2))
         stale = now_s - self._firsts.known_s > _KNOWN_S
         if self._asked_lately and stale and now_s >= self._next_pause_s:
             self._paused_until_s = now_s + _PAUSE_S
@@ -107,21 +115,30 @@ class LineWindow:
             is_late = took_s > late_s
             grown = self.beside * (1 + _GAIN * (_LATE_BESIDE - is_late))
             # No further than it reaches: more would only have to be taken back.
-            self.beside = max(1.0, min(grown, self._most))
+            self.beside = max(_LEAST_BESIDE, min(grown, self._most))
 
-    def ended(self) -> None:
-        """A line has ended."""
+    def began(self, now_s: float) -> None:
+        """A line begins."""
+        self._began_s = now_s
+
+    def ended(self, now_s: float, took_s: float) -> None:
+        """A line has ended, `took_s` after it began."""
+        self._rests_until_s = now_s + took_s * max(0.0, 1.0 / self.beside - 1.0)
         if self._may_grow:
             grown = self.size + (1.0 if self._is_first else 1.0 / self.size)
             # What it had before others came it has again when they are gone.
             self.size = max(self.size, min(grown, self._most))
 
-    def has_room(self, num_under_way: int) -> bool:
+    def has_room(self, num_under_way: int, now_s: float) -> bool:
         """Whether another line may begin."""
         if self._is_paused:
             return False
         size = self.beside if self._asked_lately else self.size
         if self._others_begin:
             # The beginning of a line costs the most, and there is time for it when the token is there.
-            size = 1.0
-        return num_under_way < int(min(size, self._most))
+            if now_s - self._began_s < _HELD_S:
+                return False
+            size = min(size, 1.0)
+        if size < 1.0 and now_s < self._rests_until_s:
+            return False
+        return num_under_way < int(min(max(size, 1.0), self._most))

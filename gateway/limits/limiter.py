@@ -50,6 +50,9 @@ from gateway.limits.store import (
 from gateway.tiers import Tier
 from gateway.types.request import Identity
 
+# Part of streams and of tokens per minute that lines of batches may have: who asks beside them finds room.
+_OF_LINES = 0.75
+
 
 class MeterCharge(msgspec.Struct, frozen=True):
     """A charge on a monthly meter, in the meter's unit (tokens or billionths of the currency unit)."""
@@ -247,7 +250,8 @@ class TokenLimiter:
         `max_completion_tokens` None means that the request does not bound its answer. Of `num_sequences`
         that are computed together each may have so many, and each is granted as many as the others. With
         `age_s`, the seconds since it came, the request was counted among those of a minute, which a refusal
-        for its streams gives back. Raises TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED
+        for its streams gives back. Lines of batches are not counted so, and leave a part of streams and of
+        tokens per minute to others. Raises TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED
         naming whose limit it is, and LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
         """
         completion = max_completion_tokens
@@ -263,15 +267,18 @@ class TokenLimiter:
         )
         if not demand:
             return Reservation(self, charges)
-        if age_s is not None and leases:
+        asked = demand
+        if identity.in_batch:
+            asked = _left_over(demand)
+        elif age_s is not None and leases:
             counted = [scope for scope in scopes if scope.limits.requests_per_minute is not None]
-            demand = replace(demand, counted=tuple(map(requests_key, counted)), age_ms=round(age_s * 1000))
+            asked = replace(demand, counted=tuple(map(requests_key, counted)), age_ms=round(age_s * 1000))
         try:
-            outcome = await self._store.acquire(demand)
+            outcome = await self._store.acquire(asked)
         except StoreLostError as error:
             raise limits_unavailable() from error
         if isinstance(outcome, LimitRefused):
-            raise refusal(outcome, demand)
+            raise refusal(outcome, asked)
         charges.operation, charges.bucket = demand.operation, outcome.bucket
         charges.windows = list(demand.windows)
         charges.leases = [lease.given_back for lease in demand.leases]
@@ -417,6 +424,19 @@ def _leases(scopes: list[Scope], tier: Tier | None, num_streams: int) -> tuple[L
         LeaseDemand(key, limit, lease_id, num_streams)
         for key, limit in limits.items()
         if limit is not None and num_streams
+    )
+
+
+def _left_over(demand: Demand) -> Demand:
+    """The same within what lines of batches may have of the limits, which one of them may exceed alone."""
+
+    def part(limit: int, amount: int) -> int:
+        return max(int(_OF_LINES * limit), min(amount, limit))
+
+    return replace(
+        demand,
+        windows=tuple([replace(each, limit=part(each.limit, each.amount)) for each in demand.windows]),
+        leases=tuple([replace(each, limit=part(each.limit, each.slots)) for each in demand.leases]),
     )
 
 

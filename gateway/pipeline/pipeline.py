@@ -225,6 +225,10 @@ class Pipeline:
         self.intake: Intake = attempts.intake
         self.limiter: TokenLimiter = attempts.limiter
         self.callers = attempts.callers
+        # Who asks for what is not with an engine yet, each under a key of its own.
+        self.arriving: dict[object, Caller] = {}
+        # When the last request came that is no line of a batch.
+        self.asked_s: float | None = None
         # Refuses what is new; what runs goes on.
         self.draining = False
         # Runs what records requests after their answers have left.
@@ -326,8 +330,11 @@ class Pipeline:
         span = self._telemetry.start(
             names.GATEWAY_REQUEST, parent=caller.trace, kind=SpanKind.SERVER, start_s=caller.received_s
         )
-        tier_name = caller.identity.tier
+        tier_name, arrival = caller.identity.tier, object()
         call = target = None
+        self.arriving[arrival] = caller
+        if not caller.identity.in_batch:
+            self.asked_s = caller.received_s
         try:
             tier, request = self._checked(caller, request)
             tier_name = tier.name
@@ -346,6 +353,8 @@ class Pipeline:
             if shown is error:
                 raise
             raise shown from error
+        finally:
+            del self.arriving[arrival]
         # Not with the answer's end: what is expected of a queue would overwrite what was expected later.
         self._deferred.call(call.record)
         return attempt

@@ -283,6 +283,10 @@ def _after(engine: ScriptedEngine, num: int) -> asyncio.Event:
     return gate
 
 
+async def _running(engine: ScriptedEngine, num: int) -> bool:
+    return engine.num_running >= num
+
+
 async def _reached(engine: ScriptedEngine, num: int) -> bool:
     return len(engine.submissions) >= num
 
@@ -536,3 +540,37 @@ async def test_who_has_too_many_batches_is_told_what_makes_room(tmp_path: Path) 
         message = refused.json()["error"]["message"]
         assert message.endswith("(gateway.batches.max_batches); wait until one has ended, or cancel one")
         await ended(stack, batch)
+
+
+async def test_lines_leave_streams_to_requests_of_their_own_tenant(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    tables = {"tenants": {"other": {}, "acme": {"max_concurrent_streams": 4, "requests_per_minute": 100}}}
+    async with serving(tmp_path, engine, tables=tables, max_in_flight=16) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(60))))
+        await until(lambda: _reached(engine, 20))
+        engine.gate.clear()
+
+        async def one_was_refused() -> bool:
+            refused = any(job._most_taken < 16 for job in _service(stack)._runner._jobs.values())
+            return refused and engine.num_running >= 3
+
+        await until(one_was_refused)
+        assert engine.num_running == 3
+        chat = asyncio.create_task(stack.chat())
+        await until(lambda: _running(engine, 4))
+        engine.gate.set()
+        assert (await chat).status_code == 200
+        assert (await ended(stack, batch))["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+
+
+async def test_as_many_lines_run_as_the_tenant_has_streams_without_a_pause(tmp_path: Path) -> None:
+    engine = ScriptedEngine(step_s=0.001)
+    tables = {"tenants": {"other": {}, "acme": {"max_concurrent_streams": 4}}}
+    async with serving(tmp_path, engine, tables=tables, max_in_flight=16) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(100))))
+        await until(lambda: _reached(engine, 60))
+        (job,) = _service(stack)._runner._jobs.values()
+        assert 3 <= job._most_taken < 5
+        # A line that is refused for want of a stream holds up no other.
+        assert job._not_before_s == 0
+        assert (await ended(stack, batch))["request_counts"]["completed"] == 100

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.errors import MillraceError, Reason
 from gateway.batches import content, job
 from gateway.batches.spool import Spool, Written
 from gateway.batches.types import LineOutcome
@@ -147,3 +150,101 @@ async def test_an_end_for_whose_lines_there_is_no_room_keeps_the_answers_and_say
     (problem,) = batch["errors"]["data"]
     assert (problem["code"], len(answered)) == ("disk_full", len(ledger_rows(tmp_path)))
     assert problem["message"].startswith(f"{9 - len(answered)} lines were cancelled without a line")
+
+
+async def test_a_database_that_cannot_be_written_pauses_the_batch_longer_than_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ScriptedEngine(step_s=0.002)
+    async with serving(tmp_path, engine, max_in_flight=4) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(400))))
+
+        async def some() -> bool:
+            return len(engine.submissions) >= 20
+
+        await until(some)
+        store, (running,) = batches_of(stack).store, batches_of(stack)._runner._jobs.values()
+
+        def refused(lease: Any) -> None:
+            raise MillraceError(Reason.STORE_UNAVAILABLE, "the database is away", retry_after_s=0.01)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "save", refused)
+            await paused(stack, batch)
+            num, ends_ms = len(engine.submissions), store.now_ms() + 3 * round(store.config.lease_s * 1000)
+
+            async def is_over() -> bool:
+                assert "the database is away" in (await paused(stack, batch))["status_detail"]
+                return bool(store.now_ms() > ends_ms)
+
+            await until(is_over)
+            assert len(engine.submissions) <= num + 4, "what is computed waits in memory"
+        batch = await ended(stack, batch)
+        found = await results(stack, batch["output_file_id"])
+    assert not running.is_lost, "the gateway took it from itself when its lease had run out"
+    assert (batch["status"], batch["status_detail"]) == ("completed", None)
+    assert sorted(int(each["custom_id"]) for each in found) == list(range(400))
+    assert len(ledger_rows(tmp_path)) == 400
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=0700", "millrace", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+async def keep_full(disk: Path) -> None:
+    """Takes the last byte, and what others give back, until it is cancelled; now and then there is a little
+    room for a moment.
+    """
+    with (disk / "ballast").open("ab", buffering=0) as ballast:
+        while True:
+            for _ in range(65):
+                for size in (1 << 16, 1 << 12, 1):
+                    with suppress(OSError):
+                        while ballast.write(bytes(size)) == size:
+                            pass
+                await asyncio.sleep(0.02)
+            ballast.truncate(ballast.tell() - (1 << 15))
+            await asyncio.sleep(0.02)
+
+
+async def test_a_disk_without_a_byte_pauses_the_batch_as_long_as_it_is_full_and_no_longer(
+    small_disk: Path,
+) -> None:
+    """Its database is on the same disk: leases cannot be renewed there, or now and then."""
+    async with serving(small_disk, ScriptedEngine(step_s=0.005), max_in_flight=4) as stack:
+        batch = await create(stack, jsonl(*(request(str(each)) for each in range(400))))
+
+        async def some() -> bool:
+            counts = (await ok(stack, "GET", f"batches/{batch['id']}"))["request_counts"]
+            return bool(counts["completed"] >= 20)
+
+        await until(some)
+        filling = asyncio.create_task(keep_full(small_disk))
+        await paused(stack, batch)
+        store, told = batches_of(stack).store, set[tuple[str, str]]()
+        ends_ms = store.now_ms() + 12 * round(store.config.lease_s * 1000)
+
+        async def is_over() -> bool:
+            now = await ok(stack, "GET", f"batches/{batch['id']}")
+            told.add((now["status"], (now["status_detail"] or "").partition(":")[0]))
+            return bool(store.now_ms() > ends_ms)
+
+        await until(is_over)
+        filling.cancel()
+        (small_disk / "ballast").unlink()
+        assert told == {("in_progress", "paused")}
+        batch = await ended(stack, batch)
+        assert (batch["status"], batch["status_detail"]) == ("completed", None)
+        found = await results(stack, batch["output_file_id"])
+    assert sorted(int(each["custom_id"]) for each in found) == list(range(400))
+    assert len(ledger_rows(small_disk)) == 400

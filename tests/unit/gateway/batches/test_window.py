@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from gateway.batches.runner import OtherRequest, SeenOthers
+from gateway.batches.mark import AskedMark
+from gateway.batches.runner import OtherRequest, SeenOthers, surroundings_of
 from gateway.batches.window import LineWindow, WhatElse
+from tests.unit.gateway.batches.serving import serving, until
 
 
 def idle(window: LineWindow, now_s: float, num_engines: int = 1) -> None:
@@ -19,8 +25,13 @@ def beside(window: LineWindow, now_s: float, *, asked_s: float | None = None, wa
     window.look(now_s, WhatElse(1, others_run=True, others_wait=wait, asked_s=asked_s))
 
 
-def room(window: LineWindow) -> int:
-    return next(number for number in range(10_000) if not window.has_room(number))
+def room(window: LineWindow, now_s: float = 1e9) -> int:
+    return next(number for number in range(10_000) if not window.has_room(number, now_s))
+
+
+def end(window: LineWindow, times: int = 1) -> None:
+    for _ in range(times):
+        window.ended(0.0, 0.0)
 
 
 def known(window: LineWindow, now_s: float) -> None:
@@ -33,15 +44,13 @@ def test_a_window_grows_while_nobody_else_asks_up_to_so_many_for_each_engine() -
     window = LineWindow(8)
     idle(window, 0.0)
     assert room(window) == 1
-    for _ in range(100):
-        window.ended()
+    end(window, 100)
     assert window.size == 8
     # An engine works for another gateway.
     window.look(0.5, WhatElse(1, others_run=True))
     assert room(window) == 2
     idle(window, 1.0, num_engines=2)
-    for _ in range(100):
-        window.ended()
+    end(window, 100)
     assert window.size == 16
     idle(window, 2.0, num_engines=0)
     assert room(window) == 0
@@ -50,8 +59,7 @@ def test_a_window_grows_while_nobody_else_asks_up_to_so_many_for_each_engine() -
 def test_a_window_is_halved_while_others_wait_and_grows_slowly_afterwards() -> None:
     window = LineWindow(32)
     idle(window, 0.0)
-    for _ in range(100):
-        window.ended()
+    end(window, 100)
     window.look(1.0, WhatElse(1, others_run=True, others_wait=True))
     # Beside others there is a quarter, and half of that where they wait.
     assert window.size == 4
@@ -59,32 +67,29 @@ def test_a_window_is_halved_while_others_wait_and_grows_slowly_afterwards() -> N
     assert window.size == 4
     for now_s in range(2, 12):
         window.look(now_s, WhatElse(1, others_run=True, others_wait=True))
-        window.ended()
+        end(window)
     # One at a time goes on: a batch is not starved for ever.
     assert window.size == 1
     idle(window, 20.0)
-    window.ended()
-    window.ended()
+    end(window, 2)
     assert window.size < 3
 
 
 def test_a_window_does_not_grow_into_a_queue() -> None:
     window = LineWindow(32)
     window.look(0.0, WhatElse(1, queued=True))
-    for _ in range(100):
-        window.ended()
+    end(window, 100)
     assert window.size == 1
 
 
 def test_one_line_is_beside_others_until_their_first_tokens_are_as_early_as_alone() -> None:
     window = LineWindow(32)
     idle(window, 0.0)
-    for _ in range(100):
-        window.ended()
+    end(window, 100)
     known(window, 0.0)
     beside(window, 1.0)
     assert room(window) == 1, "however many there were before"
-    window.ended()
+    end(window)
     assert room(window) == 1, "lines say nothing of others"
     for _ in range(100):
         window.first_token(0.015, 1.0, is_alone=False)
@@ -93,22 +98,46 @@ def test_one_line_is_beside_others_until_their_first_tokens_are_as_early_as_alon
     for _ in range(4):
         window.first_token(0.025, 1.1, is_alone=False)
     assert room(window) < 4
-    # Nobody asked for five seconds.
-    beside(window, 7.0, asked_s=1.1)
+    # Nobody asked for half a minute.
+    beside(window, 31.0, asked_s=1.1)
+    assert room(window) < 4
+    beside(window, 32.0, asked_s=1.1)
     assert room(window) == 8
-    idle(window, 8.0)
+    idle(window, 33.0)
     assert room(window) == 32
 
 
-def test_no_second_line_begins_while_a_first_token_of_others_is_computed() -> None:
+def test_no_line_begins_while_a_first_token_of_others_is_on_its_way_but_for_one_a_second() -> None:
     window = LineWindow(32)
     known(window, 0.0)
     for _ in range(100):
         window.first_token(0.015, 1.0, is_alone=False)
+    window.began(1.0)
     window.look(1.0, WhatElse(1, others_run=True, others_begin=True, asked_s=1.0))
-    assert room(window) == 1
+    assert room(window, 1.0) == room(window, 1.99) == 0
+    assert room(window, 2.01) == 1
     beside(window, 1.1)
-    assert room(window) == 8
+    assert room(window, 1.1) == 8
+
+
+def test_a_line_follows_later_where_one_after_another_makes_others_late() -> None:
+    window = LineWindow(32)
+    known(window, 0.0)
+    beside(window, 0.0)
+    window.first_token(0.025, 0.0, is_alone=False)
+    assert 0.5 < window.beside < 1.0
+    window.ended(10.0, 0.3)
+    rests_s = 0.3 * (1 / window.beside - 1)
+    assert room(window, 10.0) == room(window, 10.0 + 0.9 * rests_s) == 0
+    assert room(window, 10.0 + 1.1 * rests_s) == 1
+    for _ in range(100):
+        window.first_token(0.025, 10.0, is_alone=False)
+    window.ended(20.0, 0.3)
+    assert room(window, 20.8) == 0
+    assert room(window, 21.0) == 1, "a quarter of the time in any case"
+    window.look(60.0, WhatElse(1))
+    window.ended(60.0, 0.3)
+    assert room(window, 60.0) >= 1, "nobody else asks"
 
 
 @pytest.mark.parametrize("late", [0.02, 0.1, 0.5])
@@ -173,4 +202,46 @@ def test_a_first_token_is_alone_if_no_line_was_under_way_from_its_request_on() -
     seen.look([OtherRequest("b", 11.0, None, None)], 11.1, num_lines=1)
     seen.look([OtherRequest("b", 11.0, 11.3, None)], 11.3, num_lines=0)
     assert window.firsts[1:] == [(pytest.approx(0.3), False)]
-    assert seen.asked_s == 11.0
+
+
+def test_who_asks_is_seen_while_the_request_is_prepared_but_not_while_a_model_is_loaded() -> None:
+    identity, line = SimpleNamespace(in_batch=False), SimpleNamespace(in_batch=True)
+    now_s = time.monotonic()
+    arriving = {
+        "chat": SimpleNamespace(identity=identity, received_s=now_s),
+        "waits for a model": SimpleNamespace(identity=identity, received_s=now_s - 60.0),
+        "line": SimpleNamespace(identity=line, received_s=now_s),
+    }
+    books = SimpleNamespace(running=())
+    pipeline = SimpleNamespace(draining=False, books=books, arriving=arriving)
+    assert [each.key for each in surroundings_of(pipeline).others()] == ["chat"]
+
+
+def test_gateways_hear_of_each_other_and_not_of_themselves(tmp_path: Path) -> None:
+    one, other = AskedMark(tmp_path / "asked"), AskedMark(tmp_path / "asked")
+    assert not one.exchange(is_asked=False)
+    assert not one.exchange(is_asked=True)
+    assert not one.exchange(is_asked=True)
+    assert not other.exchange(is_asked=False), "of what was before it nobody knows how long ago"
+    assert not one.exchange(is_asked=True)
+    assert other.exchange(is_asked=False)
+    assert not other.exchange(is_asked=False), "once"
+    assert not other.exchange(is_asked=True)
+    assert one.exchange(is_asked=False)
+
+
+async def test_lines_give_way_to_who_asks_another_gateway(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one, serving(tmp_path) as other:
+        runners: list[Any] = [stack.gateway._batches._runner for stack in (one, other)]  # type: ignore[union-attr]
+
+        async def both_look() -> bool:
+            return all(runner._mark._seen_ns is not None for runner in runners)
+
+        await until(both_look)
+        await other.chat()
+
+        async def heard() -> bool:
+            return runners[0]._heard_s is not None
+
+        await until(heard)
+        assert runners[1]._heard_s is None

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, hash_key
@@ -127,6 +128,47 @@ async def test_waiting_for_a_slot_uses_up_no_requests_per_minute() -> None:
         await ask()
     assert refused.value.reason is Reason.REQUEST_RATE_EXCEEDED
     assert refused.value.metadata["scope"] == "key k"
+
+
+async def test_lines_of_batches_leave_a_part_of_the_limits_to_who_asks_beside_them() -> None:
+    rig = Rig({"tokens_per_minute": 1000, "max_concurrent_streams": 4, "requests_per_minute": 2})
+    line = replace(rig.identity, in_batch=True)
+
+    async def take(identity: Identity, tokens: int, age_s: float | None = 0.1) -> Any:
+        return await rig.limiter.reserve(identity, tokens, 0, model="m", age_s=age_s)
+
+    lines = [await take(line, 10) for _ in range(3)]
+    for _ in range(5):
+        with pytest.raises(MillraceError) as refused:
+            await take(line, 10)
+        assert (refused.value.reason, refused.value.retry_after_s) == (Reason.CONCURRENCY_EXCEEDED, 1.0)
+    chat = await take(rig.identity, 10)
+    # Lines are not among the requests of a minute: a refusal gives none back.
+    await rig.requests.admit("acme", "k")
+    await rig.requests.admit("acme", "k")
+    with pytest.raises(MillraceError):
+        await take(line, 10)
+    with pytest.raises(MillraceError) as refused:
+        await rig.requests.admit("acme", "k")
+    assert refused.value.reason is Reason.REQUEST_RATE_EXCEEDED
+    for each in (*lines, chat):
+        await each.settle(10, 0)
+    await (await take(line, 700)).settle(700, 0)
+    with pytest.raises(MillraceError) as refused:
+        await take(line, 20)
+    assert refused.value.reason is Reason.TOKEN_RATE_EXCEEDED
+    assert refused.value.retry_after_s is not None
+    await take(rig.identity, 250)
+    assert rig.limiter.headers(rig.identity)["x-ratelimit-limit-tokens"] == "1000"
+
+
+async def test_a_line_that_needs_all_of_a_limit_has_it_alone() -> None:
+    rig = Rig({"tokens_per_minute": 1000, "max_concurrent_streams": 1})
+    line = replace(rig.identity, in_batch=True)
+    await rig.limiter.reserve(line, 900, 100, model="m")
+    with pytest.raises(MillraceError) as refused:
+        await Rig({"tokens_per_minute": 1000}).limiter.reserve(line, 900, 101, model="m")
+    assert refused.value.retry_after_s is None
 
 
 async def test_refusal_says_whose_limit_and_when_to_come_back() -> None:
