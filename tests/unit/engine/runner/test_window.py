@@ -27,7 +27,7 @@ from kernels.native.library import NativeUnavailableError, load_native
 from runtime.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.driver import memory_plan
-from tests.unit.engine.runner.driver import open_runner, prompt_of
+from tests.unit.engine.runner.driver import Job, generated, open_runner, prompt_of
 
 WINDOW = 32
 NUM_TOKENS = 48
@@ -47,8 +47,14 @@ def oracle(folder: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: transformers.PreTrainedModel) -> list[list[int]]:
-    return [reference_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts()]
+def expected(folder: Path, oracle: transformers.PreTrainedModel) -> list[list[int]]:
+    return said_by(oracle, folder)
+
+
+def said_by(oracle: transformers.PreTrainedModel, folder: Path) -> list[list[int]]:
+    """What transformers answers to the prompts, in few steps, since it looks at what an engine guesses."""
+    guesses = generated(folder, [Job(prompt, NUM_TOKENS) for prompt in prompts()])
+    return [reference_greedy(oracle, job.prompt, NUM_TOKENS, job.output) for job in guesses]
 
 
 def prompts() -> list[list[int]]:
@@ -204,7 +210,7 @@ def partial(
     """A checkpoint, and what transformers answers."""
     folder = tmp_path_factory.mktemp(request.param)
     oracle = make_checkpoint(folder, request.param, sliding_window=WINDOW, **PARTIAL[request.param])
-    return folder, [reference_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts()]
+    return folder, said_by(oracle, folder)
 
 
 def open_partial(folder: Path, *, num_sequences: float, **options: object) -> tuple[ModelRunner, MemoryPlan]:
