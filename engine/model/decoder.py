@@ -312,6 +312,7 @@ class Decoder:
         so that it can be captured (see `captures`). `adapters` [T] are the slots of the rows' adapters;
         `windows` and `cut_plans` as in StepContext: caches whose keys are by channel know the step.
         """
+        changes = None if adapters is None else adapter_step(self.kernels, adapters, self.num_adapter_slots)
         step = StepContext(
             kernels=self.kernels,
             slots=slots,
@@ -326,9 +327,7 @@ class Decoder:
             attention_plan=attention_plan,
             windows=windows,
             cut_plans=cut_plans,
-            adapters=None
-            if adapters is None
-            else adapter_step(self.kernels, adapters, self.num_adapter_slots),
+            adapters=changes,
             states=states,
             dtype=self.embedding.dtype,
         )

@@ -101,6 +101,13 @@ def num_slots(config: EngineConfig) -> int:
     return 2 * config.scheduler.max_num_seqs
 
 
+def num_texts_of(config: EngineConfig, device: str) -> int:
+    """Those whose newest keys take memory: on a CPU what is written, elsewhere all slots, and one for rows
+    that pad a step.
+    """
+    return config.scheduler.max_num_seqs if device == "cpu" else num_slots(config) + 1
+
+
 def kv_shares(spec: ModelSpec, kv_dtypes: Sequence[str], first_layer: int = 0) -> list[KvShare]:
     """The types in use, each with its layers, which count from `first_layer`, and their bytes."""
     stored = [layer for layer in range(spec.num_layers) if spec.cache_shape(layer) is not None]

@@ -43,7 +43,7 @@ from engine.model.kv_memory import (
     forgotten_block_bytes,
     kv_bytes_per_token,
     kv_dtypes_of,
-    num_slots,
+    num_texts_of,
     own_key_bytes,
     piece_bytes,
     recent_bytes,
@@ -268,7 +268,10 @@ def workspace_bytes(given: PlanInput) -> int:
 def _scratch_bytes(given: PlanInput) -> int:
     """Blocks in which branches of texts are computed, and keys of texts and branches that are whole."""
     branches, types = branch_shape(given.config), given.kv_dtypes
-    num_texts, num_tokens = _num_texts(given), given.config.scheduler.max_num_batched_tokens
+    num_texts, num_tokens = (
+        num_texts_of(given.config, given.device),
+        given.config.scheduler.max_num_batched_tokens,
+    )
     own = own_key_bytes(given.spec, types, num_tokens)
     if not packs_codes(given.config, given.device):
         own += piece_bytes(given.spec, types, num_tokens)
@@ -277,13 +280,6 @@ def _scratch_bytes(given: PlanInput) -> int:
     per_block = given.config.cache.block_size * kv_bytes_per_token(given.spec, types)
     newest = recent_bytes(given.spec, types, num_texts + branches.num_branches)
     return own + branches.num_scratch_blocks * per_block + newest
-
-
-def _num_texts(given: PlanInput) -> int:
-    """Texts whose newest keys take memory: on a CPU those that there are, elsewhere all that have a slot, and
-    rows that pad a step.
-    """
-    return given.config.scheduler.max_num_seqs if given.device == "cpu" else num_slots(given.config) + 1
 
 
 def _shared_bytes(given: PlanInput, rows: int) -> int:
@@ -479,7 +475,7 @@ def _draft_workspace(given: PlanInput, per_token: int) -> int:
     """Bytes of the blocks and states in which a draft model runs ahead."""
     assert given.draft is not None, "it drafts"
     scratch = num_scratch_blocks(given.config) * given.config.cache.block_size * per_token
-    newest = recent_bytes(given.draft.spec, given.kv_dtype, _num_texts(given))
+    newest = recent_bytes(given.draft.spec, given.kv_dtype, num_texts_of(given.config, given.device))
     return scratch + newest + draft_states_bytes(given.draft.spec, given.config)
 
 

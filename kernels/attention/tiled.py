@@ -250,10 +250,7 @@ def _plan_chunk(
     columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
-    own = None
-    if batch.is_by_block:
-        tiles, places = np.nonzero(columns == positions[:, -1:] // batch.block_size)
-        own = torch.from_numpy(np.stack((tiles, places, owner[tiles]))).to(device)
+    own = _own_blocks(batch, owner, positions, columns, device)
     end = start + length
     begins = reach.first(positions)  # [B, Q]
     begins_early = not reach.is_whole and bool((start < begins[:, 0]).any())
@@ -276,6 +273,20 @@ def _plan_chunk(
     return _ChunkPlan(
         num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale, own=own
     )
+
+
+def _own_blocks(
+    batch: RaggedBatch,
+    owner: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    device: torch.device,
+) -> Tensor | None:
+    """As in _ChunkPlan, of tiles [B] whose queries are at positions [B, Q], and of blocks [B, C]."""
+    if not batch.is_by_block:
+        return None
+    tiles, places = np.nonzero(columns == positions[:, -1:] // batch.block_size)
+    return torch.from_numpy(np.stack((tiles, places, owner[tiles]))).to(device)
 
 
 def _chunk_at(positions: NDArray[np.int64], graded: bool) -> NDArray[np.int64]:

@@ -385,8 +385,22 @@ def _store_part(sums, stats, largest, weight, total, at, present, SIZES: tl.cons
     tl.store(stats + at * 2 + 1, weight, mask=present)
 
 
+@triton.jit
+def _own_block(keys, whole_keys, sequence, kv_head, num_kv_heads, SIZE: tl.constexpr, SCALES: tl.constexpr):
+    """Where the whole keys of a sequence's own block begin, SIZE elements of each head, where keys are by
+    channel; `whole_keys` are channels, blocks that steps share and those of this one, the block of each
+    sequence, and how many there are of the first.
+    """
+    found = keys
+    if SCALES == 1:
+        row = tl.load(whole_keys[3] + sequence)
+        found = whole_block(whole_keys[1], whole_keys[2], row, whole_keys[4], num_kv_heads * SIZE)
+        found += kv_head * SIZE
+    return found
+
+
 # Numbers that change from step to step must not decide what is compiled.
-@triton.jit(do_not_specialize=["num_items", "table_stride", "num_recent"])
+@triton.jit(do_not_specialize=["num_items", "table_stride"])
 def attention_kernel(
     q,
     out,
@@ -396,11 +410,7 @@ def attention_kernel(
     tails,
     values,
     scales,
-    channels,
-    recent,
-    own,
-    whole_rows,
-    num_recent,
+    whole_keys,
     sinks,
     tables,
     positions,
@@ -412,9 +422,7 @@ def attention_kernel(
     table_stride,
     num_heads,
     num_kv_heads,
-    scale,
-    soft_cap,
-    window,
+    how,
     SIZES: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -435,8 +443,7 @@ def attention_kernel(
     writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
     tail of a key, value, and the widths of their tiles. LISTED: num_items is room for so many items,
     num_listed [1] how many there are, and programs take turns. HALF: products are of
-    float16, whatever the queries are. SCALES: how many a slot has; one where keys are by channel, of which
-    each sequence has a block of whole ones.
+    float16, whatever the queries are. SCALES: how many a slot has; one where keys are by channel.
     """
     begin, end, stride = 0, 1, 1
     if LISTED:
@@ -447,18 +454,14 @@ def attention_kernel(
         sequence = tl.load(field + 2 * num_items)
         token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
         table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
-        whole = keys
-        if SCALES == 1:
-            elements = num_kv_heads * BLOCK_SIZE * SIZES[0]
-            whole = whole_block(recent, own, tl.load(whole_rows + sequence), num_recent, elements)
-            whole += kv_head * BLOCK_SIZE * SIZES[0]
+        whole = _own_block(keys, whole_keys, sequence, kv_head, num_kv_heads, SIZES[0] * BLOCK_SIZE, SCALES)
         largest, weight, total = _attend(
             tl.load(field + 3 * num_items),
             tl.load(field + 4 * num_items),
             present,
             _queries(q, positions, token, head, present, num_heads, GROUP, SIZES, HALF),
-            (table, keys, tails, values, scales, channels, whole, kv_head, num_kv_heads),
-            (scale, soft_cap, window),
+            (table, keys, tails, values, scales, whole_keys[0], whole, kv_head, num_kv_heads),
+            how,
             SIZES,
             BLOCK_SIZE,
             STEP,

@@ -57,23 +57,13 @@ class StepKeys:
         sequences have their newest keys from blocks `recent_rows` [S] on (kernels' Step), of `num_recent`.
         """
         cut, owners = batch.by_block()
-        size, lens = batch.block_size, cut.query_lens
-        index = (cut.context_lens - 1) // size
-        begins = cut.context_lens - lens
+        size, index = batch.block_size, (cut.context_lens - 1) // batch.block_size
         last = ((batch.context_lens - 1) // size)[owners]
         first = ((batch.context_lens - batch.query_lens) // size)[owners]
         kept = recent_rows[owners] ^ (index & 1)
         is_own = (last - first > 1) & (index < last - 1)
         rows = np.where(is_own, num_recent + np.cumsum(is_own) - 1, kept)
-        slots = np.full(num_rows, (num_recent - 1) * size, np.int64)
-        slots[: lens.sum()] = np.repeat(rows, lens) * size + ragged_ranges(begins % size, lens)
-        is_full, is_moved = cut.context_lens % size == 0, is_own & (begins % size > 0)
-        blocks = cut.block_tables[np.arange(index.size), index]
-        full = np.concatenate((rows[is_full], blocks[is_full]))
-        moved = np.concatenate((kept[is_moved], rows[is_moved]))
-        is_own_row = np.repeat(is_own, lens)
-        parts = [np.flatnonzero(~is_own_row), np.flatnonzero(is_own_row)] if is_own.any() else []
-        arrays = [slots, rows, full, moved, *parts]
+        arrays = _places(cut, index, (kept, rows), is_own, num_rows, nobodys=(num_recent - 1) * size)
         there = torch.split(on_device(np.concatenate(arrays), device), [each.size for each in arrays])
         return cut, cls(
             slots=there[0],
@@ -81,7 +71,7 @@ class StepKeys:
             full=there[2].view(2, -1),
             moved=there[3].view(2, -1),
             num_own=int(is_own.sum()),
-            parts=(there[4], there[5]) if parts else None,
+            parts=(there[4], there[5]) if is_own.any() else None,
             owners=owners,
             host_rows=rows,
         )
@@ -94,6 +84,33 @@ class StepKeys:
         if key not in self._rooms:
             self._rooms[key] = cache.recent.new_empty(self.num_own, *shape)
         return self._rooms[key]
+
+
+def _places(
+    cut: RaggedBatch,
+    index: NDArray[np.int64],
+    blocks_of_keys: tuple[NDArray[np.int64], NDArray[np.int64]],
+    is_own: NDArray[np.bool_],
+    num_rows: int,
+    *,
+    nobodys: int,
+) -> list[NDArray[np.int64]]:
+    """Slots, rows, full and moved of StepKeys, and its parts, flat; of pieces in blocks `index` [V] of their
+    tables, whose keys earlier steps and this one keep in these blocks. Rows that pad have the slot `nobodys`.
+    """
+    size, lens, (kept, rows) = cut.block_size, cut.query_lens, blocks_of_keys
+    begins = (cut.context_lens - lens) % size
+    slots = np.full(num_rows, nobodys, np.int64)
+    slots[: lens.sum()] = np.repeat(rows, lens) * size + ragged_ranges(begins, lens)
+    is_full, is_moved, is_own_row = (
+        cut.context_lens % size == 0,
+        is_own & (begins > 0),
+        np.repeat(is_own, lens),
+    )
+    blocks = cut.block_tables[np.arange(index.size), index]
+    full = np.concatenate((rows[is_full], blocks[is_full]))
+    moved = np.concatenate((kept[is_moved], rows[is_moved]))
+    return [slots, rows, full, moved, np.flatnonzero(~is_own_row), np.flatnonzero(is_own_row)]
 
 
 class ChannelCache:

@@ -43,28 +43,25 @@ def close_blocks_kernel(
     if block == nothing:
         return
     head, num_heads = tl.program_id(1), tl.num_programs(1)
-    row = tl.load(full + tl.program_id(0))
-    base = whole_block(recent, own, row, num_recent, num_heads * PLACES * DIM) + head * PLACES * DIM
+    base = whole_block(recent, own, tl.load(full + tl.program_id(0)), num_recent, num_heads * PLACES * DIM)
     place, offset = tl.arange(0, PLACES), tl.arange(0, BLOCK)
     inside = offset < DIM
-    whole = tl.load(base + (place * DIM)[:, None] + offset[None, :], mask=inside[None, :], other=0.0)
-    wide = whole.to(tl.float32)
+    at = base + head * PLACES * DIM + (place * DIM)[:, None] + offset[None, :]
+    wide = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
     least, most = tl.min(wide, axis=0), tl.max(wide, axis=0)
     # The sum of the halves, as the whole may be too large. Codes are made with what is stored.
     middle = (least * 0.5 + most * 0.5).to(tl.bfloat16)
     centre = middle.to(tl.float32)
-    # Maxima drop NaN, sums do not.
     widest = tl.div_rn(tl.maximum(most - centre, centre - least), 15.0)
-    half = (widest + tl.sum(wide * 0.0, axis=0)).to(tl.bfloat16)
+    half = (widest + tl.sum(wide * 0.0, axis=0)).to(tl.bfloat16)  # Maxima drop NaN, sums do not.
     kept = half.to(tl.float32)
     steps = tl.where((kept > 0) & (kept < float("inf")), kept, 1.0)
     codes = packed_codes(tl.div_rn(wide - centre[None, :], tl.broadcast_to(steps[None, :], (PLACES, BLOCK))))
-    unit = block * num_heads + head
-    at = channels + unit * (2 * DIM) + offset
-    tl.store(at, middle, mask=inside)
-    tl.store(at + DIM, half, mask=inside)
-    byte = tl.arange(0, BLOCK // 2)
-    target = keys + unit * (PLACES * (DIM // 2)) + (place * (DIM // 2))[:, None] + byte[None, :]
+    unit, byte = block * num_heads + head, tl.arange(0, BLOCK // 2)
+    channel = channels + unit * (2 * DIM) + offset
+    tl.store(channel, middle, mask=inside)
+    tl.store(channel + DIM, half, mask=inside)
+    target = keys + (unit * PLACES + place)[:, None] * (DIM // 2) + byte[None, :]
     tl.store(target, codes, mask=(byte < DIM // 2)[None, :])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.runner.prefix_disk.entries import EntryFiles
 from engine.runner.prefix_disk.tier import DiskTier
@@ -28,12 +29,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4": {"kv_dtype": "int4"},
     "each": {"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8", "1": "fp8", "2": "auto"}},
 }
-# Whose whole blocks are longer; torch has no such keys.
+# Whose whole blocks are longer.
 BY_CHANNEL = {"kv_dtype": "kivi4", "block_size": 64}
 PROMPT = prompt_of(75, 199)
 HASHES = tuple(bytes([each]) * 16 for each in range(1, 5))
 # The prompt's whole blocks in one cache, and in the other.
 THERE, HERE = [3, 0, 6, 2], [9, 4, 1, 7]
+# Numpy knows no bfloat16.
+BYTES = {np.ndarray: np.uint8, torch.Tensor: torch.uint8}
 Move = Callable[[ModelRunner, ModelRunner], None]
 
 
@@ -98,13 +101,13 @@ def answered(runner: ModelRunner, blocks: list[int], num_computed: int) -> list[
 
 def bytes_of(runner: ModelRunner, blocks: list[int]) -> list[bytes]:
     """Of each part of each layer."""
-    parts = [np.asarray(part) for layer in runner.storage.layers for part in layer.tensors()]
-    return [part[blocks].tobytes() for part in parts]
+    parts = [part for layer in runner.storage.layers for part in layer.tensors()]
+    return [np.asarray(part.view(BYTES[type(part)]))[blocks].tobytes() for part in parts]
 
 
 @pytest.mark.parametrize(
     ("form", "native"),
-    [*((FORMS[form], native) for form in FORMS for native in ("required", "off")), (BY_CHANNEL, "required")],
+    [(form, native) for form in (*FORMS.values(), BY_CHANNEL) for native in ("required", "off")],
 )
 def test_blocks_are_the_same_elsewhere_and_so_is_the_answer(
     folder: Path, move: Move, form: dict[str, Any], native: str
