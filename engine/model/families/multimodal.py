@@ -11,7 +11,7 @@ import msgspec
 
 from engine.model.checkpoint import read_headers
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import FAMILIES, Family, family, head_size
+from engine.model.families.base import FAMILIES, NORM_EPS_KEY, Family, family, head_size
 from engine.model.spec import CheckpointError, ModelSpec, TensorNames
 from runtime.errors import ConfigError
 
@@ -98,9 +98,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 for _qwen in ("qwen2_5_vl", "qwen2_5_vl_text"):
-    _DEFAULTS[_qwen] = {"rms_norm_eps": 1e-5}
+    _DEFAULTS[_qwen] = {NORM_EPS_KEY: 1e-5}
 for _glm in ("glm4v_text", "glm4v_moe_text"):
-    _DEFAULTS[_glm] = {"rms_norm_eps": 1e-5}
+    _DEFAULTS[_glm] = {NORM_EPS_KEY: 1e-5}
 _DEFAULTS["glm4v_moe_text"] |= {"attention_bias": True}
 _DEFAULTS["qwen3_vl_moe_text"] = {"num_experts_per_tok": 4}
 _DEFAULTS["qwen3_omni_moe_text"] = {"norm_topk_prob": True}

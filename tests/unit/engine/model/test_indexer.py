@@ -113,7 +113,7 @@ def test_its_keys_take_memory(tmp_path: Path) -> None:
     ("keys", "said"),
     [
         ({"index_head_dim": 6}, "index_head_dim = 6 is less than the 8 rotated"),
-        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"q_lora_rank": 0}, "q_lora_rank is missing"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
     ],
 )
