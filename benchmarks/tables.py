@@ -45,6 +45,7 @@ COMMANDS = {
     "engine_steps": "engine.steps",
     "first_paint": "first_paint --loads 15",
     "fleet": "fleet --model smollm2-135m --requests 40",
+    "scaling": "scaling",
     "forgotten": "forgotten",
     "forgotten_stream": "forgotten --stream 100000",
     "full_disk": "full_disk",
