@@ -82,7 +82,7 @@ class LineWindow:
         self._firsts = FirstTokens()
         self._paused_until_s = self._next_pause_s = 0.0
         # When the last line began; beside others the next one follows no sooner than the second moment.
-        self._began_s, self._rests_until_s = float("-inf"), 0.0
+        self._began_s = self._rests_until_s = float("-inf")
         # Lines where nobody asked lately, and beside others: less than one is one for that part of the time.
         self.size = self.beside = 1.0
 
@@ -108,7 +108,9 @@ class LineWindow:
     def first_token(self, took_s: float, now_s: float, *, is_alone: bool) -> None:
         """Another request's first token came after `took_s`; whether no line was under way meanwhile."""
         late_s = self._firsts.late_s
-        if is_alone:
+        # Between lines that rest it is the early tokens that meet none: all that come then are judged alike.
+        rests = now_s - took_s < self._rests_until_s and not self._is_paused
+        if is_alone and not rests:
             self._firsts.add(took_s, now_s)
             self._paused_until_s = 0.0
         elif late_s is not None:
@@ -123,7 +125,8 @@ class LineWindow:
 
     def ended(self, now_s: float, took_s: float) -> None:
         """A line has ended, `took_s` after it began."""
-        self._rests_until_s = now_s + took_s * max(0.0, 1.0 / self.beside - 1.0)
+        if self.beside < 1.0:
+            self._rests_until_s = now_s + took_s * (1.0 / self.beside - 1.0)
         if self._may_grow:
             grown = self.size + (1.0 if self._is_first else 1.0 / self.size)
             # What it had before others came it has again when they are gone.

@@ -140,6 +140,26 @@ def test_a_line_follows_later_where_one_after_another_makes_others_late() -> Non
     assert room(window, 60.0) >= 1, "nobody else asks"
 
 
+def test_first_tokens_between_lines_that_rest_are_judged_as_those_beside_lines() -> None:
+    """Those that meet no line are the early ones: if they were what tokens take without lines, all others
+    would be late.
+    """
+    window = LineWindow(32)
+    known(window, 0.0)
+    beside(window, 0.0)
+    late_s = window._firsts.late_s
+    window.first_token(0.025, 0.0, is_alone=False)
+    window.ended(10.0, 1.0)
+    before = window.beside
+    for _ in range(5):
+        window.first_token(0.001, 10.1, is_alone=True)
+    assert window.beside > before
+    assert window._firsts.late_s == late_s
+    for _ in range(200):
+        window.first_token(0.001, 60.0, is_alone=True)
+    assert window._firsts.late_s == 0.001
+
+
 @pytest.mark.parametrize("late", [0.02, 0.1, 0.5])
 def test_lines_become_so_many_that_few_more_tokens_are_late_than_alone(late: float) -> None:
     """`late`: the share of first tokens that each line makes late, beside the tenth that always is."""
