@@ -210,12 +210,21 @@ def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> N
     )
 
 
-def check_channels(cache: CacheConfig, kv_dtypes: Sequence[str]) -> None:
+def check_channels(config: EngineConfig, kv_dtypes: Sequence[str]) -> None:
     """Raises ConfigError for what does not go with keys that are rounded by channel."""
-    if BY_CHANNEL in kv_dtypes and cache.block_size != KEY_GROUP:
+    if BY_CHANNEL not in kv_dtypes:
+        return
+    if config.cache.block_size != KEY_GROUP:
         raise ConfigError(
             f"engine.cache.block_size: does not go with keys and values of {BY_CHANNEL}: "
             f"keys share their steps in blocks; set it to {KEY_GROUP}"
+        )
+    num_drafts = config.speculation.num_draft_tokens
+    if config.speculation.method != "off" and num_drafts > KEY_GROUP:
+        raise ConfigError(
+            f"engine.speculation.num_draft_tokens = {num_drafts}: does not go with keys and values of "
+            f"{BY_CHANNEL}: drafts of more than {KEY_GROUP} tokens, all refused, would have taken the room of "
+            f"newest keys; set it to {KEY_GROUP} at most"
         )
 
 

@@ -438,7 +438,7 @@ def _check_cache(given: PlanInput) -> None:
         raise ConfigError(f"engine.cache.block_size = {size}: must be a power of two up to {LARGEST_BLOCK}")
     check_forgotten_bytes(given.spec, given.config.cache)
     drafts = () if given.draft is None else (given.kv_dtype,)
-    check_channels(given.config.cache, (*given.whole_kv_dtypes, *drafts))
+    check_channels(given.config, (*given.whole_kv_dtypes, *drafts))
     if given.draft is not None:
         check_kv_dtype(given.draft.spec, given.kv_dtype)
 

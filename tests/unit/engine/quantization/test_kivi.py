@@ -223,6 +223,11 @@ def replace_seqs(config: EngineConfig, count: int) -> EngineConfig:
     ("case", "options", "words"),
     [
         ("llama", {"cache": {"block_size": 16}}, "cache.block_size: .* set it to 64"),
+        (
+            "llama",
+            {"speculation": {"method": "ngram", "num_draft_tokens": 65}},
+            "speculation.num_draft_tokens = 65: .* set it to 64 at most",
+        ),
         ("odd", {}, "cache.kv_dtype = 'kivi4' .* heads of 24 elements are no multiple of 16"),
         ("latent", {}, "cache.kv_dtype = 'kivi4' .* latent vectors"),
     ],
