@@ -223,8 +223,8 @@ def check_channels(config: EngineConfig, kv_dtypes: Sequence[str]) -> None:
     if config.speculation.method != "off" and num_drafts > KEY_GROUP:
         raise ConfigError(
             f"engine.speculation.num_draft_tokens = {num_drafts}: does not go with keys and values of "
-            f"{BY_CHANNEL}: more than {KEY_GROUP} drafts, all refused, would have taken the room of newest keys; "
-            f"set it to {KEY_GROUP} at most"
+            f"{BY_CHANNEL}: more than {KEY_GROUP} drafts, all refused, would have taken the room of newest "
+            f"keys; set it to {KEY_GROUP} at most"
         )
 
 
