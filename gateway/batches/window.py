@@ -21,7 +21,7 @@ _HOLD_S = 0.5
 _LATELY_S = 30.0
 # Beside others lines are under way for at least so much of the time: a batch is not starved for ever. And one
 # begins though first tokens of others are on their way, where none did for so long.
-_LEAST_BESIDE, _HELD_S = 0.25, 1.0
+_LEAST_BESIDE, _HELD_S = 0.5, 1.0
 # First tokens that tell what they take without lines: so many are kept, and fewer than that tell nothing.
 _KEPT, _ENOUGH = 128, 8
 # A first token beside lines is late if it takes more than this share of those without lines. If lines cost

@@ -177,6 +177,7 @@ def test_every_module_says_why_it_exists() -> None:
 
 # Tests whose subject is a time that passes: how long a peer hangs, or how often a probe asks.
 _TIME_IS_THE_SUBJECT = {
+    "tests/architecture/road.py travel",
     "tests/containers/test_pods.py test_pods_of_two_models_are_found_under_one_name",
     "tests/e2e/test_books.py hang",
     "tests/unit/gateway/limits/test_hangs.py test_a_loop_that_stands_still_is_not_the_stores_silence",
