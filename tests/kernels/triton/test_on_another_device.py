@@ -202,6 +202,9 @@ def test_devices_are_never_mixed(
     name: str, quantize: str, linear: str, kv_dtype: str, tmp_path: Path, launches: Counter[str]
 ) -> None:
     model_type, changes = CASES[name]
+    if kv_dtype == "kivi4" and name in ("llama", "mixtral"):
+        # Keys by channel are of a multiple of 16 elements.
+        changes = changes | {"head_dim": 16}
     make_checkpoint(tmp_path, model_type, **changes)
     spec = read_spec(tmp_path)
     if kv_dtype == "kivi4" and spec.latent is not None:
