@@ -88,7 +88,8 @@ def travel(directory: Path) -> list[Part]:
     """Starts a stack, sends the chat and returns what its processes noted."""
     road = directory / "road"
     road.mkdir()
-    environment = {"ROAD": str(road), "ROAD_ROOT": str(ROOT), "PYTHONPATH": str(HOOK)}
+    paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"ROAD": str(road), "ROAD_ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join(paths)}
     with running_stack(
         directory / "stack", "--engines", "1", "--gateways", "1", environment=environment
     ) as stack:
