@@ -7,44 +7,10 @@ from typing import Any
 
 from engine.model.gguf_file import GgufFile
 
-LATER_ARCHITECTURES = {
-    "apertus": "ApertusForCausalLM",
-    "deepseek2": "DeepseekV3ForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
-    "exaone-moe": "ExaoneMoeForCausalLM",
-    "falcon-h1": "FalconH1ForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gptneox": "GPTNeoXForCausalLM",
-    "granitehybrid": "GraniteMoeHybridForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
-    "jais2": "Jais2ForCausalLM",
-    "jamba": "JambaForCausalLM",
-    "kimi-linear": "KimiLinearForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2moe": "Lfm2MoeForCausalLM",
-    "llama4": "Llama4ForCausalLM",
-    "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "minimax-m2": "MiniMaxM2ForCausalLM",
-    "mistral3": "Ministral3ForCausalLM",
-    "mistral4": "Mistral4ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "nemotron_h_moe": "NemotronHForCausalLM",
-    "phimoe": "PhimoeForCausalLM",
-    "qwen2vl": "Qwen2ForCausalLM",
-    "qwen35": "Qwen3_5ForCausalLM",
-    "qwen35moe": "Qwen3_5MoeForCausalLM",
-    "qwen3next": "Qwen3NextForCausalLM",
-    "qwen3vl": "Qwen3ForCausalLM",
-    "qwen3vlmoe": "Qwen3MoeForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-}
 Values = dict[str, Any]
 _MAVERICKS_EXPERTS = 128
+# Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
+_SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 
 
 def rotated_share(file: GgufFile, values: Values) -> None:
@@ -428,31 +394,120 @@ def _normalized(file: GgufFile, values: Values) -> None:
     values["norm_topk_prob"] = True
 
 
-LATER_ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
+def _llama(file: GgufFile, values: Values) -> None:
+    if values.get("num_local_experts"):
+        values["architectures"] = ["MixtralForCausalLM"]
+
+
+def _gemma(file: GgufFile, values: Values) -> None:
+    share = values["hidden_size"] // values["num_attention_heads"]
+    by_share = values["num_hidden_layers"] == _SCALED_BY_SHARE[file.architecture]
+    values["query_pre_attn_scalar"] = share if by_share else values["head_dim"]
+    if file.architecture == "gemma3":
+        values.setdefault("rope_theta", 1_000_000.0)
+
+
+def _olmo2(file: GgufFile, values: Values) -> None:
+    if values.get("sliding_window"):
+        values["architectures"] = ["Olmo3ForCausalLM"]
+        windows(file, values)
+
+
+def _partial(file: GgufFile, values: Values) -> None:
+    rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count")
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    if rotated is not None and rotated != head_dim:
+        values["partial_rotary_factor"] = rotated / head_dim
+
+
+def _gemma4(file: GgufFile, values: Values) -> None:
+    """Heads of layers that slide are described beside those of the others, which come first there."""
+    windows(file, values)
+    metadata, slides = file.metadata, [name == "sliding_attention" for name in values["layer_types"]]
+    values["global_head_dim"] = values["head_dim"]
+    values["head_dim"] = metadata.get("gemma4.attention.key_length_swa", values["head_dim"])
+    counts = values["num_key_value_heads"]
+    if isinstance(counts, list):
+        by_kind = dict(zip(slides, counts, strict=True))
+        values["num_key_value_heads"] = by_kind.get(True, by_kind[False])
+        values["num_global_key_value_heads"] = by_kind[False]
+    sizes = values["intermediate_size"]
+    if isinstance(sizes, list):
+        values["intermediate_size"], values["use_double_wide_mlp"] = sizes[0], sizes[-1] == 2 * sizes[0]
+    _per_layer(file, values)
+    values["attention_k_eq_v"] = any(
+        f"model.layers.{layer}.self_attn.k_proj.weight" in file.headers
+        and f"model.layers.{layer}.self_attn.v_proj.weight" not in file.headers
+        for layer, slide in enumerate(slides)
+        if not slide
+    )
+    values["enable_moe_block"] = bool(values.get("num_experts"))
+    values["top_k_experts"] = values.get("num_experts_per_tok")
+    values["experts_layout"] = "fused"
+    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1_000_000.0)}
+    if "rope_freqs.weight" in file.stored:
+        # Pairs that stand still are slowed down beyond all bounds there.
+        turning = int((file.stored["rope_freqs.weight"].data < 1e20).sum())
+        share = 2 * (turning + 0.25) / values["global_head_dim"]
+        full |= {"rope_type": "proportional", "partial_rotary_factor": share}
+    own = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10_000.0)}
+    values["rope_parameters"] = {"full_attention": full, "sliding_attention": own}
+
+
+def _gemma3n(file: GgufFile, values: Values) -> None:
+    windows(file, values)
+    _per_layer(file, values)
+    metadata = file.metadata
+    values["altup_active_idx"] = metadata["gemma3n.altup.active_idx"]
+    values["altup_num_inputs"] = metadata["gemma3n.altup.num_inputs"]
+    values["activation_sparsity_scale"] = metadata["gemma3n.activation_sparsity_scale"]
+    values["laurel_rank"] = file.header("model.layers.0.laurel.linear_left.weight").shape[0]
+    values.setdefault("rope_theta", 1_000_000.0)
+
+
+def _per_layer(file: GgufFile, values: Values) -> None:
+    prefix, table = file.architecture, file.headers.get("model.embed_tokens_per_layer.weight")
+    values["num_kv_shared_layers"] = file.metadata.get(f"{prefix}.attention.shared_kv_layers", 0)
+    width = file.metadata.get(f"{prefix}.embedding_length_per_layer_input", 0)
+    values["hidden_size_per_layer_input"] = width
+    if table is not None:
+        values["vocab_size_per_layer_input"] = table.shape[0]
+
+
+ADJUSTMENTS: dict[str, Callable[[GgufFile, Values], None]] = {
     "deepseek2": _deepseek2,
     "dots1": _corrected,
+    "ernie4_5-moe": _ernie_moe,
+    "exaone-moe": _exaone_moe,
+    "exaone4": windows,
     "falcon-h1": _falcon_h1,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "gptneox": _gpt_neox,
     "granitehybrid": _granite_hybrid,
-    "ernie4_5-moe": _ernie_moe,
-    "exaone-moe": _exaone_moe,
-    "glm4moe": _glm4_moe,
-    "gpt-oss": _gpt_oss,
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
     "jais2": _jais2,
     "jamba": _jamba,
     "kimi-linear": _kimi_linear,
-    **dict.fromkeys(("mamba", "mamba2"), _mamba),
-    "minimax-m2": _minimax,
+    "llama": _llama,
     "llama4": _llama4,
+    "minimax-m2": _minimax,
     "mistral3": _mistral3,
     "mistral4": _mistral4,
+    "olmo2": _olmo2,
     "phimoe": _phimoe,
-    "qwen3vlmoe": _normalized,
     "stablelm": _stablelm,
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _normalized),
+    **dict.fromkeys(("glm4", "nemotron", "phi2", "phi3"), _partial),
+    **dict.fromkeys(("mamba", "mamba2"), _mamba),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_h),
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _delta),
 }
+"""By architecture; the others say nothing of their own."""

@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
-from engine.model.gguf_adjustments import LATER_ADJUSTMENTS, LATER_ARCHITECTURES, windows
+from engine.model.gguf_adjustments import ADJUSTMENTS
 from engine.model.gguf_file import DENSE_TYPES, GgufFile, open_gguf
 from engine.model.spec import CheckpointError
 from engine.quantization.scheme import Scheme
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "command-r": "CohereForCausalLM",
+    "deepseek2": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "exaone-moe": "ExaoneMoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma3n": "Gemma3nForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "arcee": "ArceeForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "command-r": "CohereForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "gemma": "GemmaForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptneox": "GPTNeoXForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi-linear": "KimiLinearForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi2": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
-    **LATER_ARCHITECTURES,
 }
 # Architectures that the metadata of another one makes of it.
 _ALSO = {
@@ -90,8 +122,6 @@ _MAY_DIFFER = frozenset({"gemma3n", "gemma4"})
 _MIXED = frozenset(
     {"granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"}
 )
-# Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
-_SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_reader(path: Path) -> ConfigReader:
@@ -118,9 +148,9 @@ def gguf_reader(path: Path) -> ConfigReader:
         values[key] = f"model.layers.0.{name}" in file.headers
     if arch not in _MAY_DIFFER and (scaling := _rope_scaling(file)):
         values["rope_scaling"] = scaling
-    if arch in _ADJUSTMENTS:
+    if arch in ADJUSTMENTS:
         try:
-            _ADJUSTMENTS[arch](file, values)
+            ADJUSTMENTS[arch](file, values)
         except (KeyError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
     return ConfigReader(values, str(path), is_whole=True)
@@ -183,101 +213,3 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: {prefix}type = {kind!r} is not supported, only none, linear, yarn"
         )
     return {key: value for key, value in scaling.items() if value is not None}
-
-
-def _llama(file: GgufFile, values: dict[str, Any]) -> None:
-    if values.get("num_local_experts"):
-        values["architectures"] = ["MixtralForCausalLM"]
-
-
-def _qwen3_moe(file: GgufFile, values: dict[str, Any]) -> None:
-    values["norm_topk_prob"] = True
-
-
-def _gemma(file: GgufFile, values: dict[str, Any]) -> None:
-    share = values["hidden_size"] // values["num_attention_heads"]
-    by_share = values["num_hidden_layers"] == _SCALED_BY_SHARE[file.architecture]
-    values["query_pre_attn_scalar"] = share if by_share else values["head_dim"]
-    if file.architecture == "gemma3":
-        values.setdefault("rope_theta", 1_000_000.0)
-
-
-def _olmo2(file: GgufFile, values: dict[str, Any]) -> None:
-    if values.get("sliding_window"):
-        values["architectures"] = ["Olmo3ForCausalLM"]
-        windows(file, values)
-
-
-def _partial(file: GgufFile, values: dict[str, Any]) -> None:
-    rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count")
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    if rotated is not None and rotated != head_dim:
-        values["partial_rotary_factor"] = rotated / head_dim
-
-
-def _gemma4(file: GgufFile, values: dict[str, Any]) -> None:
-    """Heads of layers that slide are described beside those of the others, which come first there."""
-    windows(file, values)
-    metadata, slides = file.metadata, [name == "sliding_attention" for name in values["layer_types"]]
-    values["global_head_dim"] = values["head_dim"]
-    values["head_dim"] = metadata.get("gemma4.attention.key_length_swa", values["head_dim"])
-    counts = values["num_key_value_heads"]
-    if isinstance(counts, list):
-        by_kind = dict(zip(slides, counts, strict=True))
-        values["num_key_value_heads"] = by_kind.get(True, by_kind[False])
-        values["num_global_key_value_heads"] = by_kind[False]
-    sizes = values["intermediate_size"]
-    if isinstance(sizes, list):
-        values["intermediate_size"], values["use_double_wide_mlp"] = sizes[0], sizes[-1] == 2 * sizes[0]
-    _per_layer(file, values)
-    values["attention_k_eq_v"] = any(
-        f"model.layers.{layer}.self_attn.k_proj.weight" in file.headers
-        and f"model.layers.{layer}.self_attn.v_proj.weight" not in file.headers
-        for layer, slide in enumerate(slides)
-        if not slide
-    )
-    values["enable_moe_block"] = bool(values.get("num_experts"))
-    values["top_k_experts"] = values.get("num_experts_per_tok")
-    values["experts_layout"] = "fused"
-    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1_000_000.0)}
-    if "rope_freqs.weight" in file.stored:
-        # Pairs that stand still are slowed down beyond all bounds there.
-        turning = int((file.stored["rope_freqs.weight"].data < 1e20).sum())
-        share = 2 * (turning + 0.25) / values["global_head_dim"]
-        full |= {"rope_type": "proportional", "partial_rotary_factor": share}
-    own = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10_000.0)}
-    values["rope_parameters"] = {"full_attention": full, "sliding_attention": own}
-
-
-def _gemma3n(file: GgufFile, values: dict[str, Any]) -> None:
-    windows(file, values)
-    _per_layer(file, values)
-    metadata = file.metadata
-    values["altup_active_idx"] = metadata["gemma3n.altup.active_idx"]
-    values["altup_num_inputs"] = metadata["gemma3n.altup.num_inputs"]
-    values["activation_sparsity_scale"] = metadata["gemma3n.activation_sparsity_scale"]
-    values["laurel_rank"] = file.header("model.layers.0.laurel.linear_left.weight").shape[0]
-    values.setdefault("rope_theta", 1_000_000.0)
-
-
-def _per_layer(file: GgufFile, values: dict[str, Any]) -> None:
-    prefix, table = file.architecture, file.headers.get("model.embed_tokens_per_layer.weight")
-    values["num_kv_shared_layers"] = file.metadata.get(f"{prefix}.attention.shared_kv_layers", 0)
-    width = file.metadata.get(f"{prefix}.embedding_length_per_layer_input", 0)
-    values["hidden_size_per_layer_input"] = width
-    if table is not None:
-        values["vocab_size_per_layer_input"] = table.shape[0]
-
-
-_ADJUSTMENTS: dict[str, Callable[[GgufFile, dict[str, Any]], None]] = {
-    "llama": _llama,
-    "qwen3moe": _qwen3_moe,
-    "gemma2": _gemma,
-    "gemma3": _gemma,
-    "gemma3n": _gemma3n,
-    "gemma4": _gemma4,
-    "exaone4": windows,
-    "olmo2": _olmo2,
-    **dict.fromkeys(("glm4", "nemotron", "phi2", "phi3"), _partial),
-    **LATER_ADJUSTMENTS,
-}

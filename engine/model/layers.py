@@ -74,10 +74,10 @@ class StepContext:
 
     def plan_of(self, cache: LayerCache) -> Any:
         """The plan of a layer's attention."""
-        in_windows = self.windows is not None and cache.in_windows
+        windows = self.windows if cache.in_windows else None
         if isinstance(cache, ChannelCache):
-            return self.cut_plans[in_windows]
-        return self.windows[1] if self.windows is not None and in_windows else self.attention_plan
+            return self.cut_plans[windows is not None]
+        return self.attention_plan if windows is None else windows[1]
 
 
 def read_linear(

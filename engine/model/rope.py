@@ -66,9 +66,9 @@ def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def _base_frequencies(spec: RopeSpec, theta: float | None = None) -> Tensor:
+def _base_frequencies(spec: RopeSpec) -> Tensor:
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
-    return 1.0 / ((theta or spec.theta) ** exponents)
+    return 1.0 / (spec.theta**exponents)
 
 
 def _default(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
