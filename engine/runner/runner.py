@@ -319,7 +319,7 @@ class ModelRunner:
         # While the step before it ran, a device had not begun.
         began_s = max(step.started_s, self._finished_s)
         self._finished_s = now
-        saved_s, spent_s = self.proposer.economics.drain()
+        saved_s, spent_s = self.proposer.economics.drain() if self._speculates else (0.0, 0.0)
         step.result = StepResult(
             step.step_id,
             (*step.known, *results) if step.known else tuple(results),

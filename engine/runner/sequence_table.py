@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Any
@@ -45,7 +46,6 @@ class SequenceState:
     # A thought with a budget that no matcher holds, and how many tokens of the output it has read.
     thought: Thought | None = None
     num_read: int = 0
-    draft: DraftProgress = field(default_factory=DraftProgress)
     # Tenant, and salt of its prefixes.
     owner: tuple[str, bytes] = ("", b"")
     # Of a model that pools: what is asked for, and what of the text is pooled so far [E].
@@ -59,6 +59,11 @@ class SequenceState:
     votes: Votes | None = None
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
+
+    @cached_property
+    def draft(self) -> DraftProgress:
+        """How its drafts fare, from the first that is asked for on."""
+        return DraftProgress()
 
 
 class SequenceTable:

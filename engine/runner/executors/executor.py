@@ -14,12 +14,8 @@ from numpy.typing import NDArray
 
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
-from engine.model.kv_scorer import KvScorer
-from engine.model.watched import StepWatcher, Watcher
 from engine.runner.branch_draws import draw_with_branches
-from engine.runner.forgotten.meter import LossMeter, WatchedAttention, meter_of, take_forgotten
-from engine.runner.forgotten.scores import reader_of
-from engine.runner.forgotten.votes import choose, counter_of, with_votes
+from engine.runner.forgotten.step import ForgettingStep
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import LogitRows, Sampled, logit_rows, no_rows, prompt_logprobs, sampling_rows
@@ -165,16 +161,17 @@ def compute_step(
     """The step of any model; the attention is that of a decoder of torch."""
     assert inputs.batch is not None, "prepared as a whole"
     began_s = time.monotonic()
-    _take_forgotten(inputs, table, storage, inputs.starts)
-    hidden, meter = _forward(model, attention, storage, inputs, table.scorer)
-    # Before the blocks can be another's.
-    _take_forgotten(inputs, table, storage, inputs.ends)
+    forgetting: ForgettingStep | None = None
+    if any(state.kept is not None for state in inputs.states):
+        forgetting = ForgettingStep(inputs, table, storage)
+        hidden = forgetting.forward(model, attention)
+    else:
+        hidden = model.forward(inputs.batch, storage.layers, attention)
     if table.pool is not None:
         step = Sampled(inputs=inputs, rows=no_rows(), began_s=began_s, forwarded_s=time.monotonic())
         step.pooled = table.pool(inputs, hidden)
         return step
     step = Sampled(inputs=inputs, rows=logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic())
-    step.lost = {} if meter is None else meter.shares()
     step.scores = prompt_logprobs(inputs, hidden, model, table)
     step.masks = inputs.masks()
     branches = inputs.branches
@@ -183,51 +180,10 @@ def compute_step(
     elif step.rows.members:
         step.logits = model.logits_of(hidden, step.rows.tokens)
         step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
-    # Last: a step that is computed once more begins with the whole prompt.
-    _choose(inputs, table, storage)
+    if forgetting is not None:
+        # Last: a step that is computed once more begins with the whole prompt.
+        step.lost = forgetting.concluded()
     return step
-
-
-def _forward(
-    model: Model, attention: Any, storage: KvStorage, inputs: StepInputs, scorer: KvScorer | None
-) -> tuple[Any, LossMeter | None]:
-    """Hidden states of the step's rows, and what measures what they lose."""
-    assert inputs.batch is not None, "as above"
-    batch, caches = inputs.batch, storage.layers
-    meter = meter_of([(state.kept, state.forgotten) for state in inputs.states], inputs.starts, batch, caches)
-    votes = [state.votes for state in inputs.states]
-    watchers: list[Watcher] = [] if meter is None else [meter]
-    if attention is None:
-        batch = inputs.batch = with_votes(votes, inputs.starts, batch, caches)
-    elif (counter := counter_of(votes, inputs.starts, batch, caches)) is not None:
-        watchers.append(counter)
-    reader = reader_of(votes, inputs.starts, batch, caches, scorer, model.spec.attending)
-    if watchers or reader is not None:
-        watched: StepWatcher = WatchedAttention(attention, watchers, reader)
-        attention = watched
-    hidden = model.forward(batch, caches, attention)
-    for each, end in zip(votes, inputs.ends.tolist(), strict=True):
-        if each is not None:
-            each.next = max(each.next, end)
-    return hidden, meter
-
-
-def _take_forgotten(
-    inputs: StepInputs, table: SequenceTable, storage: KvStorage, positions: NDArray[np.int64]
-) -> None:
-    for state, position in zip(inputs.states, positions.tolist(), strict=True):
-        if state.kept is not None and state.forgotten is not None and not state.kept.num_fresh:
-            blocks = table.blocks[state.slot]
-            take_forgotten(state.forgotten, state.kept, position, blocks, storage.layers, storage.num_blocks)
-
-
-def _choose(inputs: StepInputs, table: SequenceTable, storage: KvStorage) -> None:
-    """Keeps of the prompts that end with the step what their queries voted for."""
-    for state, end in zip(inputs.states, inputs.ends.tolist(), strict=True):
-        if state.votes is not None and end == state.votes.kept.start:
-            blocks = table.blocks[state.slot]
-            choose(state.votes, blocks, storage.layers, storage.num_blocks, state.forgotten)
-            state.votes = None
 
 
 class StepTooLargeError(Exception):
