@@ -189,34 +189,77 @@ class HostTier:
 OnEvict = Callable[[int, BlockHash], None]
 
 
-class BlockPool:
+class MemoryPool:
+    """Ids of pieces of memory. Each is held, free, or absent, which is without memory now; or nobody holds
+    it, but its content may be of use, and the least recently used makes room (`_idle`, by block).
+    """
+
+    def __init__(self, num_ids: int, num_present: int | None) -> None:
+        self._num_ids = num_ids
+        present = num_ids if num_present is None else num_present
+        # Taken from the end, so that low ids are used first.
+        self._free = list(range(present - 1, -1, -1))
+        self._absent = list(range(num_ids - 1, present - 1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def _lose_idle(self) -> int:
+        """The id that comes free where the least recently used makes room."""
+        raise NotImplementedError
+
+    @property
+    def num_available(self) -> int:
+        """Those that can be taken now."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_present(self) -> int:
+        """Those that there is memory for."""
+        return self._num_ids - len(self._absent)
+
+    @property
+    def num_absent(self) -> int:
+        """The others."""
+        return len(self._absent)
+
+    def use(self, block_ids: Iterable[int]) -> None:
+        """Of what nobody holds, these make room last."""
+        for block_id in block_ids:
+            if block_id in self._idle:
+                self._idle.move_to_end(block_id)
+
+    def retire(self, count: int) -> list[int]:
+        """Takes so many available ones out of use, free ones first; their memory may go."""
+        found, self._free = self._free[:count], self._free[count:]
+        while len(found) < count:
+            found.append(self._lose_idle())
+        self._absent += found
+        return found
+
+    def restore(self, count: int) -> list[int]:
+        """Brings so many absent ones into use, and returns them."""
+        found = [self._absent.pop() for _ in range(count)]
+        self._free[:0] = found
+        return found
+
+
+class BlockPool(MemoryPool):
     """The blocks of one device. All ids are in [0, num_blocks)."""
 
     def __init__(self, num_blocks: int, on_evict: OnEvict, *, num_present: int | None = None) -> None:
         """`num_present`: blocks that there is memory for, where there are more ids."""
+        super().__init__(num_blocks, num_present)
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
-        # Taken from the end, so that low ids are used first.
-        present = num_blocks if num_present is None else num_present
-        self._free = list(range(present - 1, -1, -1))
-        # Without memory.
-        self._absent = list(range(num_blocks - 1, present - 1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockHash, int] = {}
         # Blocks that were allocated at least once; the others' memory was never touched.
         self.num_touched = 0
 
     @property
-    def num_available(self) -> int:
-        """Blocks that can be allocated now: free and evictable ones."""
-        return len(self._free) + len(self._evictable)
-
-    @property
     def num_evictable(self) -> int:
         """Unreferenced blocks that are registered under a hash."""
-        return len(self._evictable)
+        return len(self._idle)
 
     def ref_count(self, block_id: int) -> int:
         """References to the block."""
@@ -237,7 +280,7 @@ class BlockPool:
 
     def num_evictable_of(self, block_ids: Iterable[int]) -> int:
         """How many are cached and unreferenced, so that reviving them costs available blocks."""
-        return sum(map(self._evictable.__contains__, block_ids))
+        return sum(map(self._idle.__contains__, block_ids))
 
     def allocate(self) -> int:
         """A block with one reference and undefined content, evicting the least recently used if need be.
@@ -248,49 +291,16 @@ class BlockPool:
             block_id = self._free.pop()
             self.num_touched = max(self.num_touched, block_id + 1)
         else:
-            if not self._evictable:
+            if not self._idle:
                 raise IndexError("no block is free")
-            block_id, _ = self._evictable.popitem(last=False)
-            self._forget(block_id)
+            block_id = self._lose_idle()
         self._ref_counts[block_id] = 1
         return block_id
-
-    @property
-    def num_present(self) -> int:
-        """Blocks that there is memory for."""
-        return self.num_blocks - len(self._absent)
-
-    @property
-    def num_absent(self) -> int:
-        """The others."""
-        return len(self._absent)
-
-    def use(self, block_ids: Iterable[int]) -> None:
-        """Of what nobody holds, these are evicted last."""
-        for block_id in block_ids:
-            if block_id in self._evictable:
-                self._evictable.move_to_end(block_id)
-
-    def retire(self, count: int) -> list[int]:
-        """Takes so many available blocks out of use, free ones first; their memory may go."""
-        found, self._free = self._free[:count], self._free[count:]
-        while len(found) < count:
-            block_id, _ = self._evictable.popitem(last=False)
-            self._forget(block_id)
-            found.append(block_id)
-        self._absent += found
-        return found
-
-    def restore(self, count: int) -> list[int]:
-        """Brings so many absent blocks into use, and returns them."""
-        found = [self._absent.pop() for _ in range(count)]
-        self._free[:0] = found
-        return found
 
     def reference(self, block_id: int) -> None:
         """Adds a reference to a referenced or evictable block."""
         if self._ref_counts[block_id] == 0:
-            del self._evictable[block_id]
+            del self._idle[block_id]
         self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -303,7 +313,7 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.append(block_id)
                 else:
-                    self._evictable[block_id] = None
+                    self._idle[block_id] = None
 
     def register(self, block_id: int, block_hash: BlockHash) -> bool:
         """Makes a referenced block findable. False when another block holds this content already."""
@@ -321,8 +331,8 @@ class BlockPool:
         holder = self._cached[block_hash]
         self._hashes[holder], self._hashes[block_id] = None, block_hash
         self._cached[block_hash] = block_id
-        if holder in self._evictable:
-            del self._evictable[holder]
+        if holder in self._idle:
+            del self._idle[holder]
             self._free.append(holder)
 
     def drop_cached(self) -> list[BlockHash]:
@@ -331,23 +341,25 @@ class BlockPool:
         for block_id in self._cached.values():
             self._hashes[block_id] = None
         self._cached.clear()
-        self._free.extend(self._evictable)
-        self._evictable.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
         return dropped
 
-    def _forget(self, block_id: int) -> None:
+    def _lose_idle(self) -> int:
+        block_id, _ = self._idle.popitem(last=False)
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         self._on_evict(block_id, block_hash)
         del self._cached[block_hash]
         self._hashes[block_id] = None
+        return block_id
 
     def check_invariants(self, references: dict[int, int]) -> None:
         """Raises AssertionError unless the bookkeeping is whole.
 
         `references` maps block id to the number of block tables that hold it, counted by the caller.
         """
-        free, evictable, absent = set(self._free), set(self._evictable), set(self._absent)
+        free, evictable, absent = set(self._free), set(self._idle), set(self._absent)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & evictable, f"blocks both free and evictable: {free & evictable}"
         assert len(absent) == len(self._absent), "a block is absent twice"

@@ -11,37 +11,28 @@ it is left over for prompts that begin alike. A window block is in exactly one o
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+
+from engine.kv.block_pool import MemoryPool
 
 Pairs = tuple[tuple[int, int], ...]
 _NOWHERE = -1
 
 
-class WindowPool:
+class WindowPool(MemoryPool):
     """All window blocks of one engine."""
 
     def __init__(self, num_window_blocks: int, num_blocks: int, *, num_present: int | None = None) -> None:
         """`num_present`: those that there is memory for, where there are more ids."""
+        super().__init__(num_window_blocks, num_present)
         self.num_window_blocks = num_window_blocks
         # By block.
         self._window_block_of = [_NOWHERE] * num_blocks
         self._ref_counts = [0] * num_blocks
-        # Taken from the end, so that low ids are used first.
-        present = num_window_blocks if num_present is None else num_present
-        self._free = list(range(present - 1, -1, -1))
-        # Without memory.
-        self._absent = list(range(num_window_blocks - 1, present - 1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()
         # What the runner has yet to hear: window blocks of blocks, and copies of what they hold.
         self._given: dict[int, int] = {}
         # Destination to source: of two copies into one window block the later one counts.
         self._copies: dict[int, int] = {}
-
-    @property
-    def num_available(self) -> int:
-        """Window blocks that can be taken now."""
-        return len(self._free) + len(self._kept)
 
     def __contains__(self, block_id: int) -> bool:
         """Whether the block still has what layers with a window keep."""
@@ -53,7 +44,7 @@ class WindowPool:
 
     def is_kept(self, block_id: int) -> bool:
         """Whether it has, and nobody refers to it."""
-        return block_id in self._kept
+        return block_id in self._idle
 
     def take(self, block_id: int) -> None:
         """Gives a block that has none a window block with one reference and undefined content.
@@ -62,44 +53,16 @@ class WindowPool:
         assert block_id not in self, f"block {block_id} has a window block already"
         if self._free:
             found = self._free.pop()
-        elif self._kept:
-            least, _ = self._kept.popitem(last=False)
-            found, self._window_block_of[least] = self._window_block_of[least], _NOWHERE
+        elif self._idle:
+            found = self._lose_idle()
         else:
             raise IndexError("no window block is free")
         self._window_block_of[block_id] = self._given[block_id] = found
         self._ref_counts[block_id] = 1
 
-    @property
-    def num_present(self) -> int:
-        """Window blocks that there is memory for."""
-        return self.num_window_blocks - len(self._absent)
-
-    @property
-    def num_absent(self) -> int:
-        """The others."""
-        return len(self._absent)
-
-    def use(self, block_ids: Iterable[int]) -> None:
-        """Of what nobody holds, these make room last."""
-        for block_id in block_ids:
-            if block_id in self._kept:
-                self._kept.move_to_end(block_id)
-
-    def retire(self, count: int) -> list[int]:
-        """Takes so many available ones out of use, free ones first; their memory may go."""
-        found, self._free = self._free[:count], self._free[count:]
-        while len(found) < count:
-            least, _ = self._kept.popitem(last=False)
-            found.append(self._window_block_of[least])
-            self._window_block_of[least] = _NOWHERE
-        self._absent += found
-        return found
-
-    def restore(self, count: int) -> list[int]:
-        """Brings so many absent ones into use, and returns them."""
-        found = [self._absent.pop() for _ in range(count)]
-        self._free[:0] = found
+    def _lose_idle(self) -> int:
+        block_id, _ = self._idle.popitem(last=False)
+        found, self._window_block_of[block_id] = self._window_block_of[block_id], _NOWHERE
         return found
 
     def copy(self, source: int, block_id: int, *, keeps: bool) -> None:
@@ -111,7 +74,7 @@ class WindowPool:
     def reference(self, block_id: int) -> None:
         """One more sequence has the block in its window."""
         assert block_id in self, f"block {block_id} has no window block to refer to"
-        self._kept.pop(block_id, None)
+        self._idle.pop(block_id, None)
         self._ref_counts[block_id] += 1
 
     def release(self, block_id: int, *, keeps: bool) -> None:
@@ -122,21 +85,21 @@ class WindowPool:
         if count:
             return
         if keeps:
-            self._kept[block_id] = None
+            self._idle[block_id] = None
         else:
             self._give_back(block_id)
 
     def forget(self, block_id: int) -> None:
         """The prefix cache does not know the block any more."""
-        if block_id in self._kept:
-            del self._kept[block_id]
+        if block_id in self._idle:
+            del self._idle[block_id]
             self._give_back(block_id)
 
     def clear(self) -> None:
         """The prefix cache knows no block any more."""
-        for block_id in self._kept:
+        for block_id in self._idle:
             self._give_back(block_id)
-        self._kept.clear()
+        self._idle.clear()
 
     def _give_back(self, block_id: int) -> None:
         self._free.append(self._window_block_of[block_id])
@@ -162,7 +125,7 @@ class WindowPool:
         for block_id, count in enumerate(self._ref_counts):
             expected = references.get(block_id, 0)
             assert count == expected, f"block {block_id} is in {count} windows, tables say {expected}"
-            has_one, kept = block_id in self, block_id in self._kept
+            has_one, kept = block_id in self, block_id in self._idle
             assert has_one == (count > 0 or kept), f"block {block_id} has a window block that nobody needs"
             assert not (kept and count), f"block {block_id} is held and kept"
             assert not kept or is_cached(block_id), f"block {block_id} is kept, but nobody can find it"
