@@ -14,11 +14,25 @@ from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, St
 from engine.types.step import UNKNOWN_WORK, ModelWork, step_work
 from observability.emit.names import Cause
 
-# The core's part in adding, loading and removing adapters.
+_log = logging.getLogger(__name__)
+
+# Load is reported at least this often, in seconds.
+_IDLE_REPORT_S = 1.0
+# Pause before looking again when there is work that no plan can take up yet, in seconds.
+_STALLED_S = 0.01
+# Pause before looking again whether a grammar is made, in seconds.
+_GRAMMAR_S = 0.001
+# How long the runner may keep what it has of requests that have ended while there is no other to plan for, in
+# seconds. The plan of a request that comes before that forgets them on the way.
+_RELEASE_S = 0.02
+# Memory use is measured and reported this often, in seconds.
+_MEMORY_REPORT_S = 5.0
 
 
 class AdapterDesk:
-    """Lives in the loop's thread; what takes time is done in the runner's own."""
+    """The core's part in adding, loading and removing adapters. Lives in the loop's thread; what takes time
+    is done in the runner's own.
+    """
 
     def __init__(
         self, scheduler: Scheduler, adapters: Adapters, send: Callable[[messages.Report], None]
@@ -60,21 +74,6 @@ class AdapterDesk:
         if loaded != self._loaded:
             self._loaded = loaded
             self._send(messages.AdaptersLoaded(loaded))
-
-
-_log = logging.getLogger(__name__)
-
-# Load is reported at least this often, in seconds.
-_IDLE_REPORT_S = 1.0
-# Pause before looking again when there is work that no plan can take up yet, in seconds.
-_STALLED_S = 0.01
-# Pause before looking again whether a grammar is made, in seconds.
-_GRAMMAR_S = 0.001
-# How long the runner may keep what it has of requests that have ended while there is no other to plan for, in
-# seconds. The plan of a request that comes before that forgets them on the way.
-_RELEASE_S = 0.02
-# Memory use is measured and reported this often, in seconds.
-_MEMORY_REPORT_S = 5.0
 
 
 class CommandMailbox(Protocol):

@@ -91,27 +91,34 @@ class KvCache:
         self._events: list[KvEvent] = []
         # Whether content that is evicted goes to the host tier.
         self._moves_out = True
-        interval = state_interval if num_states and prefix_caching else 0
-        self.states = SequenceStates(
-            num_slots=num_states,
-            num_reserved=max_num_seqs,
-            interval=interval,
-            # As many as are left in as many tokens as the host has room for.
-            num_host_states=num_host_blocks * block_size // interval if interval else 0,
-            block_size=block_size,
-            disk=self.disk,
-            is_there=self._is_there,
-        )
+        # Where layers carry one beside keys and values.
+        self.states: SequenceStates | None = None
+        if num_states:
+            interval = state_interval if prefix_caching else 0
+            self.states = SequenceStates(
+                num_slots=num_states,
+                num_reserved=max_num_seqs,
+                interval=interval,
+                # As many as are left in as many tokens as the host has room for.
+                num_host_states=num_host_blocks * block_size // interval if interval else 0,
+                block_size=block_size,
+                disk=self.disk,
+                is_there=self._is_there,
+            )
         # Held for other engines.
         self.pins = Pins(self._pool)
         self.reads = DiskReads(
-            disk, self._pool, self.states.pool, offers=self._offer_read, is_there=self._is_there
+            disk,
+            self._pool,
+            None if self.states is None else self.states.pool,
+            offers=self._offer_read,
+            is_there=self._is_there,
         )
 
     @property
     def has_states(self) -> bool:
         """Whether sequences have a state beside keys and values."""
-        return self.states.pool.num_slots > 0
+        return self.states is not None
 
     @property
     def num_blocks(self) -> int:
@@ -194,7 +201,7 @@ class KvCache:
         useful = num_matched
         if self._windows is not None:
             useful, revived_in_window = self._usable(device, candidates)
-        elif self.has_states:
+        elif self.states is not None:
             while useful and not self.states.has_copy(candidates[useful - 1], on_host=restore_worth_it):
                 useful -= 1
         if self.has_states:
@@ -216,7 +223,7 @@ class KvCache:
             if missing >= 0:
                 # Whoever begins behind it sees it, until it lies behind the window.
                 useful = missing
-            elif self.has_states and hashes[useful - 1] not in self.states.pool:
+            elif self.states is not None and hashes[useful - 1] not in self.states.pool:
                 useful -= 1
             else:
                 return useful, sum(map(self._windows.is_kept, device[first:useful]))
@@ -234,7 +241,7 @@ class KvCache:
         The caller has checked that num_available covers num_revived and the host blocks.
         """
         assert not table.block_ids, "a prefix can only start a table"
-        if self.has_states:
+        if self.states is not None:
             self.states.begin(table, prefix.state_hash)
         for block_id in prefix.device_blocks:
             self._pool.reference(block_id)
@@ -258,7 +265,7 @@ class KvCache:
         with a copy of its state, which is that of exactly so many.
         """
         assert not table.block_ids, "a fork can only start a table"
-        if self.has_states:
+        if self.states is not None:
             self.states.start(table, parent.state_slot)
         shared = parent.block_ids[: self.blocks_for(num_tokens)]
         for block_id in (*shared[: parent.num_sinks], *shared[parent.num_given_up :]):
@@ -412,7 +419,8 @@ class KvCache:
             elif self._windows is not None:
                 self._replace(block_id, block_hash)
         table.num_registered = max(first, last)
-        self.states.keep(table, hasher, num_tokens)
+        if self.states is not None:
+            self.states.keep(table, hasher, num_tokens)
 
     def _replace(self, block_id: int, block_hash: BlockHash) -> None:
         """Lets a block be found in the place of one that has lost what layers with a window keep."""
@@ -441,7 +449,8 @@ class KvCache:
             self._leave_windows(table.in_window)
         table.window_start = table.window_end = 0
         self._pool.release(reversed(table.held))
-        self.states.free(table)
+        if self.states is not None:
+            self.states.free(table)
         table.block_ids, table.fresh = [], []
         table.num_registered = 0
         table.num_sent = 0
@@ -453,10 +462,15 @@ class KvCache:
         """See DiskReads.begin. What the blocks held is not moved to the host: no plan could carry that before
         they are written.
         """
-        self._moves_out = self.states.moves_out = False
+        self._let_move_out(moves_out=False)
         read = self.reads.begin(token, hashes, parent, after_step_id)
-        self._moves_out = self.states.moves_out = True
+        self._let_move_out(moves_out=True)
         return read
+
+    def _let_move_out(self, *, moves_out: bool) -> None:
+        self._moves_out = moves_out
+        if self.states is not None:
+            self.states.moves_out = moves_out
 
     def _offer_read(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
         if self._pool.register(block_id, block_hash):
@@ -466,7 +480,8 @@ class KvCache:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
         if self.disk is not None:
             self.disk.forget_all()
-        self.states.clear()
+        if self.states is not None:
+            self.states.clear()
         if self._windows is not None:
             self._windows.clear()
         lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
@@ -476,7 +491,8 @@ class KvCache:
     def begin_step(self) -> None:
         """Called before the first change that belongs to a new plan."""
         self._host.begin_step()
-        self.states.host.begin_step()
+        if self.states is not None:
+            self.states.host.begin_step()
 
     def drain_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
         """(block copies, offloads, restores) that the plan under construction must carry."""
@@ -510,7 +526,8 @@ class KvCache:
             host_block, lost = stored
             self._offloads[host_block] = block_id
         if lost is not None:
-            self.states.forget(lost)
+            if self.states is not None:
+                self.states.forget(lost)
             self._events.append(BlocksEvicted((event_hash(lost),)))
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
@@ -519,7 +536,8 @@ class KvCache:
         for block_id in self.reads.block_ids:
             references[block_id] = references.get(block_id, 0) + 1
         tables = list(tables)
-        self.states.check_invariants(tables, self.reads.state_slots)
+        if self.states is not None:
+            self.states.check_invariants(tables, self.reads.state_slots)
         for table in tables:
             assert len(set(table.held)) == table.num_held, "a table holds a block twice"
             given_up = table.block_ids[table.num_sinks : table.num_given_up]

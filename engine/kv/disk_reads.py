@@ -21,7 +21,7 @@ class DiskReads:
         self,
         disk: BlockDisk | None,
         pool: BlockPool,
-        states: StatePool,
+        states: StatePool | None,
         *,
         offers: Callable[[int, BlockHash, BlockHash | None], None],
         is_there: Callable[[BlockHash], bool],
@@ -41,16 +41,15 @@ class DiskReads:
         """
         if self._disk is None:
             return 0
-        if not self._states.num_slots:
+        if self._states is None:
             return self._disk.num_leading(hashes)
         found = len(self._pool.lookup_leading(hashes))
         found += self._disk.num_leading(hashes[found:])
-        while found and not self._has_state(self._disk, hashes[found - 1]):
+        while found and hashes[found - 1] not in self._states:
+            if self._disk.num_leading((state_name(hashes[found - 1]),)):
+                break
             found -= 1
         return found
-
-    def _has_state(self, disk: BlockDisk, block_hash: BlockHash) -> bool:
-        return block_hash in self._states or disk.num_leading((state_name(block_hash),)) > 0
 
     def begin(
         self, token: int, hashes: Sequence[BlockHash], parent: BlockHash | None, after_step_id: int
@@ -61,14 +60,14 @@ class DiskReads:
         The caller has checked that so many blocks are available.
         """
         state_hash, slot = None, -1
-        if self._states.num_slots:
+        if self._states is not None:
             # These are evicted last.
             there = self._pool.lookup_leading(hashes)
             self._pool.use(there)
             state_hash = None if hashes[-1] in self._states else hashes[-1]
             parent = hashes[len(there) - 1] if there else parent
             hashes = hashes[len(there) :]
-        if state_hash is not None:
+        if self._states is not None and state_hash is not None:
             found = self._states.take_for_copy()
             if found is None:
                 return None
@@ -88,7 +87,7 @@ class DiskReads:
             parent = block_hash
         self.block_ids.difference_update(read.block_ids)
         self._pool.release(reversed(read.block_ids))
-        if read.state_hash is None:
+        if self._states is None or read.state_hash is None:
             return
         self.state_slots.remove(read.state_slot)
         if has_state and self._is_there(read.state_hash):

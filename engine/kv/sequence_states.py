@@ -54,7 +54,7 @@ class SequenceStates:
     @property
     def can_start(self) -> bool:
         """Whether a sequence finds a slot."""
-        return not self.pool.num_slots or self.pool.num_available > 0
+        return self.pool.num_available > 0
 
     def has_copy(self, block_hash: BlockHash, *, on_host: bool) -> bool:
         """Whether a copy of the state behind a block is there."""

@@ -45,6 +45,8 @@ def _context(request: Request, num_positions: int | None) -> int:
 
 def kept_of(request: Request, memory: MemoryPlan) -> KeptBlocks | None:
     """The blocks that an answer looks at; None where it forgets nothing."""
+    if request.retention is None:
+        return None
     goes_on = tokens_limit(request, memory) > memory.max_model_len
     num_positions = memory.max_model_len if goes_on else 0
     return KeptBlocks.of(request.retention, len(request.prompt_token_ids), memory.block_size, num_positions)

@@ -94,12 +94,5 @@ class FailureIsolation(Generic[S]):
             self._accused.append((uncleared[0], cause))
         return True
 
-    def give_up(self) -> None:
-        """The runner is broken: nobody is looked for."""
-        self._groups.clear()
-        self._must_pass.clear()
-        self._accused.clear()
-        self._probe = None
-
     def _is_cleared(self, sequence: S) -> bool:
         return sequence.is_finished or sequence.num_confirmed >= self._must_pass.get(sequence.sequence_id, 0)

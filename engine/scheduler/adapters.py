@@ -46,20 +46,17 @@ class AdapterSlots:
         self._num_asks = 0
         # Claims hold while their adapters are asked for.
         self._asked: set[str] = set()
+        # Adapters that are in slots.
+        self.names: tuple[str, ...] = ()
 
     @property
-    def is_loading(self) -> bool:
-        """Whether an adapter is on its way."""
-        return any(slot.name and not slot.is_ready for slot in self._slots)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Adapters that are in slots."""
-        return tuple(slot.name for slot in self._slots if slot.is_ready)
+    def is_busy(self) -> bool:
+        """Whether an adapter is on its way, or a slot is claimed."""
+        return any(slot.claimed_by or (slot.name and not slot.is_ready) for slot in self._slots)
 
     def slot_of(self, name: str) -> int:
-        """Where an adapter is that `admits` said yes to; -1 for the base model."""
-        return self._by_name[name].index if name else -1
+        """Where an adapter is that `admits` said yes to."""
+        return self._by_name[name].index
 
     def begin_step(self) -> dict[str, str]:
         """Takes in what was loaded since the last step; returns adapters that could not be, with why."""
@@ -75,6 +72,7 @@ class AdapterSlots:
             if slot.claimed_by and slot.claimed_by not in self._asked:
                 slot.claimed_by = ""
         self._asked.clear()
+        self.names = tuple(slot.name for slot in self._slots if slot.is_ready)
         return failed
 
     def expect(self, name: str) -> None:
@@ -121,6 +119,7 @@ class AdapterSlots:
     def _empty(self, slot: _Slot) -> None:
         self._by_name.pop(slot.name, None)
         slot.name, slot.is_ready, slot.claimed_by = "", False, ""
+        self.names = tuple(slot.name for slot in self._slots if slot.is_ready)
 
     def check_invariants(self, in_use: Collection[str]) -> None:
         """Raises AssertionError with the first thing that does not add up."""

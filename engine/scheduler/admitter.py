@@ -55,11 +55,7 @@ class Admitter:
         state = self._state
         if (
             # Displaced a moment ago while a step runs that samples its next token.
-            sequence.num_pending
-            or self._waits_for_prefix(draft, sequence)
-            or self._waits_to_be_measured(draft, sequence)
-            or self._waits_for_adapter(draft, sequence)
-            or self._waits_for_disk(draft, sequence)
+            sequence.num_pending or self._waits_for_prefix(draft, sequence) or self._lacks(draft, sequence)
         ):
             skipped.add(sequence.sequence_id)
             return True
@@ -118,52 +114,24 @@ class Admitter:
         sequence.waits_for("", draft.now)
         return True
 
-    def _waits_for_adapter(self, draft: PlanDraft, sequence: Sequence) -> bool:
-        """Whether the sequence's adapter is on its way, or waits for a slot."""
-        if self._state.admits_adapter(sequence):
-            return False
-        sequence.waits_for("cold_adapter", draft.now)
-        draft.num_cold += 1
-        return True
+    def _lacks(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether something that the sequence needs is not there yet. It holds up nobody."""
+        for need in sequence.needs:
+            cause = need.lacks(draft, sequence, self)
+            if cause:
+                self._state.awaits(need)
+                sequence.waits_for(cause, draft.now)
+                draft.num_cold += 1
+                return True
+        return False
 
-    def _waits_to_be_measured(self, draft: PlanDraft, sequence: Sequence) -> bool:
-        """Whether there is no room for the keys that the sequence will forget. Those that need some go in the
-        order of the line.
-        """
-        if not sequence.num_measured_blocks:
-            return False
-        if not draft.lacks_forgotten_room and self._state.forgotten.admits(sequence, self._state.running):
-            return False
-        draft.lacks_forgotten_room = True
-        sequence.waits_for("kv_pressure", draft.now)
-        draft.num_cold += 1
-        return True
-
-    def _waits_for_disk(self, draft: PlanDraft, sequence: Sequence) -> bool:
-        """Whether a part of the sequence's prefix is being read from disk, or pulled from another engine."""
-        state = self._state
-        if draft.under_way is None or sequence.is_beam or not self._may_read(sequence):
-            return False
-        _, prefix = self._starting_point(draft, sequence)
-        if prefix is None or sequence.needs_every_position:
-            return False
-        if not state.disk_prefixes.awaits(sequence, draft.step_id, lambda: self._num_to_spare(sequence)):
-            return False
-        is_handed_over = state.disk_prefixes.awaits_source(sequence)
-        sequence.waits_for("hand_over" if is_handed_over else "offload", draft.now)
-        draft.num_cold += 1
-        return True
-
-    def _may_read(self, sequence: Sequence) -> bool:
-        return sequence.disk_read is not None or self._state.disk_prefixes.can_wait(sequence)
-
-    def _num_to_spare(self, sequence: Sequence) -> int:
+    def num_to_spare(self, sequence: Sequence) -> int:
         """Blocks that may be set apart for the sequence while it has no slot."""
         return self._state.promises.num_free() - self._watermark(sequence, self._state.cache.num_present)
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
-        if self._can_fork(draft, sequence):
+        if self.can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
         if sequence.needs_every_position:
@@ -200,7 +168,7 @@ class Admitter:
         higher = all(running.priority > sequence.priority for running in self._state.running)
         return "higher_tier" if higher else "batch_full"
 
-    def _can_fork(self, draft: PlanDraft, sequence: Sequence) -> bool:
+    def can_fork(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
         parent = sequence.fork_parent
         # A state stands behind the last prompt token, which is to be computed again.

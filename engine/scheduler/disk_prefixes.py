@@ -29,16 +29,11 @@ class DiskPrefixes:
         self._reads: dict[int, DiskRead] = {}
         self._under_way: dict[BlockHash, DiskRead] = {}
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether something is on its way that a sequence waits for."""
-        return bool(self._reads)
-
-    def begin_step(self, in_flight: Collection[int]) -> None:
-        """Takes in what was read, and begins what may be: `in_flight` are the ids of the steps that are."""
+    def begin_step(self, in_flight: Collection[int]) -> bool:
+        """Takes in what was read, and begins what may be: `in_flight` are the ids of the steps that are.
+        False where nothing is read any more.
+        """
         disk, peers = self._cache.disk, self._peers
-        if not self._reads:
-            return
         for tier in (disk, peers):
             for token, num_filled in () if tier is None else tier.finished():
                 self._end(self._reads[token], num_filled)
@@ -50,6 +45,7 @@ class DiskPrefixes:
                 peers.pull_later(read.token, read.wanted, read.source, read.limit_s)
             elif disk is not None:
                 disk.read_later(read.token, read.wanted)
+        return bool(self._reads)
 
     def _end(self, read: DiskRead, num_filled: int) -> None:
         del self._reads[read.token]

@@ -128,7 +128,7 @@ class RowWriter:
         self._state = state
         self._long_prefill_tokens = state.config.long_prefill_tokens
         self._block_size = state.cache.block_size
-        self._state_interval = state.cache.states.interval
+        self._state_interval = 0 if state.cache.states is None else state.cache.states.interval
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether so many tokens left to compute make a prompt long."""
@@ -221,10 +221,10 @@ class RowWriter:
         token that may turn out to be its last; at ends of blocks, if there are no drafts.
         """
         states, table = self._state.cache.states, sequence.table
+        if states is None:
+            return ()
         if not num_drafts:
             return states.leave(table, sequence.hasher, start, end)
-        if not self._state.cache.has_states:
-            return ()
         return states.leave_behind_drafts(table, end - num_drafts, num_drafts)
 
     def _introduction(self, sequence: Sequence, block_ids: tuple[int, ...]) -> NewSequence:
@@ -238,7 +238,7 @@ class RowWriter:
             request.grammar,
             request.adapter,
             block_ids,
-            self._state.adapters.slot_of(request.adapter),
+            self._state.adapters.slot_of(request.adapter) if request.adapter else -1,
             request.thinking,
             request.pooling,
             sequence.table.state_slot,

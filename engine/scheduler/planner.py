@@ -33,9 +33,8 @@ class Planner:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
         state = self._state
         state.cache.begin_step()
-        state.disk_prefixes.begin_step([step.step_id for step in state.in_flight])
-        for name, problem in state.adapters.begin_step().items():
-            state.fail_adapter(name, problem)
+        if state.on_the_way:
+            state.on_the_way = [need for need in state.on_the_way if need.begin_step()]
         budget = self._config.max_num_batched_tokens
         contended = len(state.running) + len(state.waiting) > 1
         long_budget = max(1, int(budget * self._config.long_prefill_share)) if contended else budget
@@ -89,7 +88,8 @@ class Planner:
         state = self._state
         copies, offloads, restores = state.cache.drain_transfers()
         # A plan without rows may be thrown away.
-        of_states = state.cache.states.drain() if draft.rows else ((), (), ())
+        states = state.cache.states
+        of_states = states.drain() if draft.rows and states is not None else ((), (), ())
         window_blocks, window_copies = state.cache.drain_window_blocks() if draft.rows else ((), ())
         retired, retired_in_windows = state.cache.drain_retired() if draft.rows else ((), ())
         state.totals.offloaded_blocks += len(offloads)
@@ -177,7 +177,7 @@ class Planner:
         states, kept = self._state.cache.states, sequence.kept
         capacity = sequence.max_tokens_total - sequence.num_expected - 1
         drafts = sequence.draft_token_ids[: max(0, min(capacity, budget))] if budget >= 0 else ()
-        if self._state.cache.has_states:
+        if states is not None:
             drafts = drafts[: states.most_drafts]
         if kept is not None and sequence.num_computed + num_tokens + len(drafts) > kept.start:
             return ()

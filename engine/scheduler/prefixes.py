@@ -95,7 +95,12 @@ class Prefixes:
     """Looks sequences up in the cache. `host_s_per_token` is what bringing a token from the host takes."""
 
     def __init__(
-        self, cache: KvCache, line: Line, speed: StepRate, host_s_per_token: float, on_disk: DiskPrefixes
+        self,
+        cache: KvCache,
+        line: Line,
+        speed: StepRate,
+        host_s_per_token: float,
+        on_disk: DiskPrefixes | None,
     ) -> None:
         self._on_disk = on_disk
         self._cache = cache
@@ -120,10 +125,10 @@ class Prefixes:
             return sequence.num_known
         hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
         num_blocks, under_way = self.cached(sequence).num_blocks, BlocksUnderWay(running, cache.block_size)
-        num_blocks += self._on_disk.num_found(
-            sequence, hasher.hashes[num_blocks : (sequence.num_findable - 1) // cache.block_size]
-        )
-        for block_hash in hasher.hashes[num_blocks : (sequence.num_findable - 1) // cache.block_size]:
+        last = (sequence.num_findable - 1) // cache.block_size
+        if self._on_disk is not None:
+            num_blocks += self._on_disk.num_found(sequence, hasher.hashes[num_blocks:last])
+        for block_hash in hasher.hashes[num_blocks:last]:
             if block_hash not in under_way and not self._line.wants(block_hash):
                 break
             num_blocks += 1

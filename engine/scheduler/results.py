@@ -306,8 +306,9 @@ class ResultHandler:
         sequence = row.sequence
         if row.epoch != sequence.epoch:
             return
-        if row.draft_token_ids:
-            self._state.cache.states.settle(sequence.table, len(row.draft_token_ids) - num_rejected)
+        states = self._state.cache.states
+        if row.draft_token_ids and states is not None:
+            states.settle(sequence.table, len(row.draft_token_ids) - num_rejected)
         if num_rejected:
             sequence.num_computed -= num_rejected
             # Planned behind drafts that were counted as accepted; the runner has gone back, too.

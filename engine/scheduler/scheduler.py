@@ -16,15 +16,17 @@ from engine.policy.isolation import FailureIsolation
 from engine.policy.rates import StepRate
 from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch
+from engine.scheduler.needs import AdapterNeed, ForgottenRoom, Need, PrefixNeed
 from engine.scheduler.plain_steps import PlainSteps
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
-from engine.scheduler.state import ForgottenRoom, SchedulerState
+from engine.scheduler.state import SchedulerState
 from engine.types import (
     NOT_MEASURED,
     ChoiceHistory,
     FinishReason,
+    KeptBlocks,
     KvEvent,
     MeasuredSpeed,
     MemoryPlan,
@@ -97,14 +99,16 @@ class Scheduler:
         )
         state.whole_prompts = whole_prompts
         state.full_blocks_alone = cache_config.shares_full_blocks_alone
-        state.forgotten = ForgottenRoom.of(memory)
         if adapters is not None:
             state.adapters = adapters
+        self._forgotten, self._adapter = ForgottenRoom(state, memory), AdapterNeed(state)
+        self._prefix = None if state.disk_prefixes is None else PrefixNeed(state, state.disk_prefixes)
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         # For simulators, which skip over steps that only go on.
         self.plain_steps = PlainSteps(self._state, self._planner)
-        self._isolation: FailureIsolation[Sequence] = FailureIsolation()
+        # While somebody is looked for who makes steps fail.
+        self._isolation: FailureIsolation[Sequence] | None = None
         # Since a probe began, until what became of it was left out of the events.
         self._has_probed = False
         self._door = Door(config, state.line, state.shares, state.speed, state.traffic)
@@ -147,6 +151,7 @@ class Scheduler:
         self._state.wait(first)
         if request.adapter:
             self._state.adapters.expect(request.adapter)
+            self._state.awaits(self._adapter)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -192,7 +197,7 @@ class Scheduler:
 
     def fail_all(self, failure: RequestFailure) -> None:
         """Ends every request with the same error: nothing can be computed any more."""
-        self._isolation.give_up()
+        self._isolation = None
         for group in list(self._state.groups.values()):
             self._state.fail_group(group, failure)
 
@@ -201,7 +206,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Plans the next step; one without rows and releases need not be launched."""
         self._expire(now)
-        return self._planner.plan(now, self._isolation.allowed())
+        return self._planner.plan(now, None if self._isolation is None else self._isolation.allowed())
 
     def update(self, result: StepResult, now: float) -> None:
         """Takes in the result of the oldest plan not yet answered."""
@@ -211,8 +216,10 @@ class Scheduler:
         if step.void:
             self._results.costs.book_lost(step, result.compute_s)
             return
-        if step.rows:
+        if step.rows and self._isolation is not None:
             self._convict(self._isolation.succeeded())
+            if not self._isolation.active:
+                self._isolation = None
         self._results.apply(step, result, now)
 
     def fail(self, step_id: int, cause: str, now: float, *, seconds: float = 0.0) -> bool:
@@ -227,11 +234,12 @@ class Scheduler:
         rows = [row for row in step.rows.values() if not row.sequence.is_finished]
         self._state.reset_running(now)
         suspects = [(row.sequence, row.start + row.num_tokens) for row in rows]
-        works = self._isolation.failed(suspects, cause, num_ended=len(step.rows) - len(rows))
-        if works and self._isolation.wants_probe:
+        isolation = self._isolation = self._isolation or FailureIsolation()
+        works = isolation.failed(suspects, cause, num_ended=len(step.rows) - len(rows))
+        if works and isolation.wants_probe:
             group = RequestGroup(_PROBE)
             self._enter(group, now)
-            self._isolation.probe(group.sequences[0])
+            isolation.probe(group.sequences[0])
             self._has_probed = True
         return works
 
@@ -244,7 +252,8 @@ class Scheduler:
     @property
     def isolating(self) -> bool:
         """Whether a failure is being isolated, or a void step is in flight; steps must not overlap then."""
-        return self._isolation.active or any(step.void for step in self._state.in_flight)
+        is_looking = self._isolation is not None and self._isolation.active
+        return is_looking or any(step.void for step in self._state.in_flight)
 
     @property
     def num_requests(self) -> int:
@@ -274,7 +283,7 @@ class Scheduler:
     @property
     def is_loading(self) -> bool:
         """Whether an adapter, or a prefix from disk, is on its way, for which somebody may wait."""
-        return self._state.adapters.is_loading or self._state.disk_prefixes.is_reading
+        return bool(self._state.on_the_way)
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:
@@ -287,7 +296,8 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """Moment at which `schedule` must be called though nothing else happens."""
-        first, held = self._deadlines[0][0] if self._deadlines else None, self._state.cache.pins.next_end_s()
+        first = self._deadlines[0][0] if self._deadlines else None
+        held = None if self._state.peers is None else self._state.cache.pins.next_end_s()
         return min((each for each in (first, held) if each is not None), default=None)
 
     def release(self, ticket: bytes) -> None:
@@ -378,7 +388,19 @@ class Scheduler:
                 most_tokens=None if kept is None else kept.start,
             ),
             kept=kept,
+            needs=self._needs_of(request, kept),
         )
+
+    def _needs_of(self, request: Request, kept: KeptBlocks | None) -> tuple[Need, ...]:
+        """In the order in which they are asked for."""
+        found: list[Need] = []
+        if kept is not None and kept.is_measured:
+            found.append(self._forgotten)
+        if request.adapter:
+            found.append(self._adapter)
+        if self._prefix is not None:
+            found.append(self._prefix)
+        return tuple(found)
 
     def _refusal(self, group: RequestGroup, now: float) -> RequestFailure | None:
         """Why the request is not accepted; None with its first sequence in the group when it is."""
@@ -406,8 +428,9 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             self.cancel(request_id, now, FinishReason.DEADLINE)
-        for ticket in self._state.cache.pins.ended(now):
-            self._state.release(ticket)
+        if self._state.peers is not None:
+            for ticket in self._state.cache.pins.ended(now):
+                self._state.release(ticket)
 
 
 def _division_of(memory: MemoryPlan) -> Division | None:

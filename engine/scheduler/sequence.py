@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,9 @@ from engine.types import (
     TokenEvent,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from engine.scheduler.needs import Need
 
 # Reasons to end a request that nobody takes answers of any more.
 _ENDED_EARLY = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE})
@@ -162,6 +165,7 @@ class Sequence:
         max_tokens_total: int,
         hasher: PrefixHasher,
         kept: KeptBlocks | None = None,
+        needs: tuple[Need, ...] = (),
     ) -> None:
         request = group.request
         self.sequence_id = sequence_id
@@ -212,6 +216,8 @@ class Sequence:
         self.awaits_promise = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
+        # What it may wait for besides a slot and blocks.
+        self.needs = needs
         # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None
         # Where its prompt was computed, until that is asked.
@@ -357,6 +363,7 @@ class Sequence:
             max_tokens_total=self.max_tokens_total,
             hasher=self.hasher.copy(),
             kept=self.kept,
+            needs=self.needs,
         )
         child.token_ids = [*self.token_ids, token_id]
         child.order = (self.order[0], sequence_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import chain, count
 
@@ -18,12 +18,12 @@ from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.disk_prefixes import DiskPrefixes
 from engine.scheduler.held_back import HeldBack
+from engine.scheduler.needs import Need
 from engine.scheduler.prefixes import Prefixes
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import (
     ChoiceHistory,
     FinishReason,
-    MemoryPlan,
     RequestFailure,
     SchedulerCounters,
     TokenEvent,
@@ -179,25 +179,6 @@ class Promises:
         return None
 
 
-@dataclass(frozen=True)
-class ForgottenRoom:
-    """Memory for keys of forgotten blocks, in blocks: a sequence that is measured has its part from its
-    admission until it leaves the batch.
-    """
-
-    num_blocks: int = 0
-
-    @classmethod
-    def of(cls, memory: MemoryPlan) -> ForgottenRoom:
-        """That of the plan."""
-        return cls(memory.forgotten_bytes // max(1, memory.forgotten_block_bytes))
-
-    def admits(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether there is room for it beside those that run."""
-        needed = sequence.num_measured_blocks
-        return not needed or needed + sum(each.num_measured_blocks for each in running) <= self.num_blocks
-
-
 @dataclass
 class SchedulerState:
     """The sequences, and the books that are kept of them. Methods keep these whole; each is one move of one
@@ -220,12 +201,14 @@ class SchedulerState:
     # A block that is not full is gone on with by its own sequence alone: forks compute theirs again.
     full_blocks_alone: bool = False
     held_back: HeldBack = field(default_factory=HeldBack)
-    forgotten: ForgottenRoom = field(default_factory=ForgottenRoom)
     shares: Shares = field(init=False)
     line: Line = field(init=False)
     promises: Promises = field(init=False)
     prefixes: Prefixes = field(init=False)
-    disk_prefixes: DiskPrefixes = field(init=False)
+    # Where prefixes may come from a disk, or from another engine.
+    disk_prefixes: DiskPrefixes | None = None
+    # Needs for which something is on its way.
+    on_the_way: list[Need] = field(default_factory=list)
     # Those in the line, by id, in order of joining.
     waiting: dict[int, Sequence] = field(default_factory=dict)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
@@ -252,7 +235,8 @@ class SchedulerState:
         self.shares = Shares(config.output_token_cost, config.fairness_band_tokens)
         self.line = Line(config, self.shares)
         self.promises = Promises(self.cache)
-        self.disk_prefixes = DiskPrefixes(self.cache, self.speed, disk_s_per_token, self.peers)
+        if self.cache.disk is not None or (self.peers is not None and self.peers.receives):
+            self.disk_prefixes = DiskPrefixes(self.cache, self.speed, disk_s_per_token, self.peers)
         self.prefixes = Prefixes(self.cache, self.line, self.speed, host_s_per_token, self.disk_prefixes)
 
     def adapters_in_use(self) -> set[str]:
@@ -264,6 +248,11 @@ class SchedulerState:
         """Whether the sequence's adapter is there; else it is brought."""
         name = sequence.adapter
         return not name or self.adapters.admits(name, self.adapters_in_use())
+
+    def awaits(self, need: Need) -> None:
+        """Something was begun for a need: the next plans take in what comes of it."""
+        if need not in self.on_the_way:
+            self.on_the_way.append(need)
 
     def fail_adapter(self, name: str, problem: str) -> None:
         """Ends every request for an adapter that could not be loaded: its files are others, or gone."""
@@ -453,7 +442,8 @@ class SchedulerState:
             self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
-            self.disk_prefixes.leave(sequence)
+            if sequence.disk_read is not None and self.disk_prefixes is not None:
+                self.disk_prefixes.leave(sequence)
             del self.waiting[sequence.sequence_id]
             self.line.remove(sequence.sequence_id)
         sequence.status = Status.FINISHED
@@ -492,7 +482,8 @@ class SchedulerState:
     def _beam(self, candidate: Candidate) -> Sequence:
         parent = candidate.parent
         child = parent.child(next(self.ids), candidate.token_id, candidate.logprob)
-        if parent.status is Status.RUNNING and self.cache.states.can_start and not self.full_blocks_alone:
+        can_start = self.cache.states is None or self.cache.states.can_start
+        if parent.status is Status.RUNNING and can_start and not self.full_blocks_alone:
             self.cache.share(child.table, parent.table, parent.num_confirmed)
             child.num_computed = child.num_confirmed = parent.num_confirmed
         return child

@@ -15,7 +15,6 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.disk import DiskRead
 from engine.kv.disk_reads import DiskReads
 from engine.kv.pins import Pins
-from engine.kv.state_pool import StatePool
 from engine.runner.prefix_peers.books import Held, Pulls
 
 DEPTH = 10
@@ -47,9 +46,7 @@ class World:
         self.network: list[tuple[int, int, bytes]] = []
         # Receiver.
         self.own = BlockPool(NUM_BLOCKS, lambda block_id, block_hash: None)
-        self.reads = DiskReads(
-            None, self.own, StatePool(0, 0), offers=self._offer, is_there=lambda block_hash: False
-        )
+        self.reads = DiskReads(None, self.own, None, offers=self._offer, is_there=lambda block_hash: False)
         self.pulls = Pulls()
         self.own_memory: list[bytes] = [b""] * NUM_BLOCKS
         self.under_way: dict[int, DiskRead] = {}
