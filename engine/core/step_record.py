@@ -10,7 +10,6 @@ turn of the loop, planning included. `millrace simulate --steps FILE` reads what
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from pathlib import Path
@@ -18,16 +17,14 @@ from pathlib import Path
 import msgspec
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, load
-from engine.core import messages
 from engine.core.loop import EngineLoop
-from engine.core.warm_up import WarmUp
+from engine.core.warm_up import OwnRequests, WarmUp
 from engine.runner.base import PendingStep, Runner
 from engine.scheduler import Scheduler
 from engine.types import (
     MeasuredSpeed,
     MemoryPlan,
     ModelFacts,
-    Request,
     SamplingParams,
     SchedulerOutput,
 )
@@ -108,7 +105,7 @@ class _WatchedRunner:
 
 
 class _Calibration:
-    """The mailbox of a loop that serves this module alone, and what its steps took."""
+    """A loop that serves this module alone, and what its steps took."""
 
     def __init__(
         self,
@@ -119,44 +116,22 @@ class _Calibration:
         scheduler: Scheduler,
     ) -> None:
         self._watched = _WatchedRunner(runner)
-        self._loop = EngineLoop(scheduler, self._watched, self, overlap=False)  # type: ignore[arg-type]
+        self._requests = OwnRequests("calibration", facts.vocab_size)
+        self._loop = EngineLoop(scheduler, self._watched, self._requests)  # type: ignore[arg-type]
         self._scheduler = scheduler
         self._most_seqs = config.scheduler.max_num_seqs
         self._capacity = memory.capacity_tokens
         self._longest = min(facts.max_model_len, memory.max_model_len)
-        self._vocab_size = facts.vocab_size
-        self._random = random.Random(0)
-        self._commands: list[messages.Command] = []
-        self._num_requests = 0
-        self._num_open = 0
         self.steps: list[MeasuredStep] = []
 
-    def receive(self, timeout_s: float) -> list[messages.Command]:
-        """See CommandMailbox."""
-        commands, self._commands = self._commands, []
-        return commands
-
-    def send(self, message: messages.Report) -> None:
-        """See CommandMailbox."""
-        if isinstance(message, messages.StepDone):
-            for event in message.events:
-                self._num_open -= event.finish_reason is not None
-
     def _ask(self, num_tokens: int, num_output: int) -> None:
-        self._num_requests += 1
-        self._num_open += 1
-        request = Request(
-            request_id=self._num_requests,
-            external_id="calibration",
-            prompt_token_ids=tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens)),
-            sampling=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
-        )
-        self._commands.append(messages.Submit(request))
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        self._requests.ask(num_tokens, sampling)
 
     def _serve(self) -> float:
         """Steps until all requests have ended; returns the seconds."""
         began_s = time.perf_counter()
-        while self._num_open or self._scheduler.has_work:
+        while self._requests.num_open or self._scheduler.has_work:
             self._watched.last = None
             start_s = time.perf_counter()
             self._loop.step()

@@ -49,20 +49,38 @@ _POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _SEED = 0
 
 
-class _Requests:
-    """The mailbox of a loop that serves this module alone."""
+class OwnRequests:
+    """The mailbox of a loop that serves requests of its owner alone, whose prompts are random tokens."""
 
-    def __init__(self) -> None:
-        self.commands: list[messages.Command] = []
+    def __init__(self, name: str, vocab_size: int) -> None:
+        self._name = name
+        self._vocab_size = vocab_size
+        self._random = random.Random(_SEED)
+        self._commands: list[messages.Command] = []
+        self._num_requests = 0
         self.totals: list[messages.StepTotals] = []
         self.num_open = 0
         self.failure: RequestFailure | None = None
 
+    def ask(self, num_tokens: int, sampling: SamplingParams) -> None:
+        """One more request, with a prompt of so many tokens."""
+        self._num_requests += 1
+        self.num_open += 1
+        request = Request(
+            request_id=self._num_requests,
+            external_id=self._name,
+            prompt_token_ids=tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens)),
+            sampling=sampling,
+        )
+        self._commands.append(messages.Submit(request))
+
     def receive(self, timeout_s: float) -> list[messages.Command]:
-        commands, self.commands = self.commands, []
+        """See CommandMailbox."""
+        commands, self._commands = self._commands, []
         return commands
 
     def send(self, message: messages.Report) -> None:
+        """See CommandMailbox."""
         if isinstance(message, messages.StepDone):
             self.totals += message.totals
             for event in message.events:
@@ -85,14 +103,11 @@ class WarmUp:
     ) -> None:
         self._scheduler = scheduler
         self._config = config
-        self._vocab_size = facts.vocab_size
         self._pools = bool(facts.tasks)
         self._num_tokens = min(facts.max_model_len, memory.capacity_tokens)
         self._capacity_tokens = memory.capacity_tokens
-        self._mailbox = _Requests()
+        self._mailbox = OwnRequests("warm-up", facts.vocab_size)
         self._loop = EngineLoop(scheduler, runner, self._mailbox, overlap=overlap)
-        self._random = random.Random(_SEED)
-        self._num_requests = 0
 
     @property
     def broken(self) -> bool:
@@ -162,16 +177,7 @@ class WarmUp:
         mailbox = self._mailbox
         mailbox.totals = []
         for _ in range(num_requests):
-            self._num_requests += 1
-            prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens))
-            request = Request(
-                request_id=self._num_requests,
-                external_id="warm-up",
-                prompt_token_ids=prompt,
-                sampling=sampling,
-            )
-            mailbox.commands.append(messages.Submit(request))
-        mailbox.num_open += num_requests
+            mailbox.ask(num_tokens, sampling)
         # To the plan after the last, with which the runner forgets them.
         while (mailbox.num_open or self._scheduler.has_work) and not self._loop.stopped:
             self._loop.step()

@@ -47,7 +47,6 @@ def read_draft_head(weights: WeightReader, spec: ModelSpec, *, max_model_len: in
         max_model_len=max_model_len,
         embedding=embedding,
         embedding_type=str(embedding.dtype).removeprefix("torch."),
-        embedding_scale=1.0,
         layers=[layer],
         norm=read_norm(weights, "model.norm", spec.hidden_size, spec),
         head=Linear(weight=head),

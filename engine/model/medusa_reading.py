@@ -43,12 +43,7 @@ def read_medusa(weights: WeightReader, spec: ModelSpec, *, max_model_len: int) -
         max_model_len=max_model_len,
         embedding=embedding,
         embedding_type=str(embedding.dtype).removeprefix("torch."),
-        embedding_scale=1.0,
         layers=[],
-        norm=None,
-        head=None,
-        ropes=[],
-        query_scales=[],
         draft_head=MedusaHeads(
             blocks=blocks,
             projections=[_projection(weights, number, spec, ids) for number in range(own)],

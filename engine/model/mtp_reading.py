@@ -37,7 +37,6 @@ def read_predictor(weights: WeightReader, spec: ModelSpec, *, max_model_len: int
         embedding_scale=embedding_scale(spec, embedding.dtype),
         layers=[read_layer(weights, 0, spec)],
         norm=read_norm(weights, "model.norm", size, spec),
-        head=None,
         ropes=[rope_table(rope, max_model_len) for rope in spec.ropes],
         query_scales=[query_scales(rope, max_model_len) for rope in spec.ropes],
         draft_head=Predictor(

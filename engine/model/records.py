@@ -541,14 +541,14 @@ class ModelRecord:
     embedding: Values  # [V, E], an array holds the bits of `embedding_type`
     embedding_type: str
     # The factor, perhaps as `embedding_type` rounds it.
-    embedding_scale: float
+    embedding_scale: float = 1.0
     layers: Sequence[Layer]
     # Behind the last layer; and what makes logits, unless the model pools.
-    norm: Norm | None
-    head: Linear | None
-    ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
+    norm: Norm | None = None
+    head: Linear | None = None
+    ropes: Sequence[tuple[Values, Values]] = ()  # cos and sin [L, R/2]
     # What queries are multiplied by under each rotation, by their positions [L].
-    query_scales: Sequence[Values | None]
+    query_scales: Sequence[Values | None] = ()
     # Added to the embedding: [L, E] float32, once for each text of a pair.
     positions: Values | None = None
     per_layer: PerLayerTable | None = None
