@@ -156,11 +156,6 @@ class KvCache:
         return self._windows is not None
 
     @property
-    def num_window_blocks(self) -> int:
-        """All of them."""
-        return 0 if self._windows is None else self._windows.num_window_blocks
-
-    @property
     def num_available_window_blocks(self) -> int:
         """Those that no sequence holds."""
         return 0 if self._windows is None else self._windows.num_available
