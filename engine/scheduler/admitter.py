@@ -117,7 +117,7 @@ class Admitter:
     def _lacks(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether something that the sequence needs is not there yet. It holds up nobody."""
         for need in sequence.needs:
-            cause = need.lacks(draft, sequence, self)
+            cause = need.lacks(draft, sequence)
             if cause:
                 self._state.awaits(need)
                 sequence.waits_for(cause, draft.now)

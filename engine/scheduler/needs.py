@@ -8,27 +8,12 @@ something is on its way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from engine.scheduler.admitter import Admitter
-    from engine.scheduler.disk_prefixes import DiskPrefixes
-    from engine.scheduler.plan_draft import PlanDraft
-    from engine.scheduler.sequence import Sequence
-    from engine.scheduler.state import SchedulerState
-    from engine.types import MemoryPlan
-
-
-class Need(Protocol):
-    """One of them, of all sequences that have it."""
-
-    def lacks(self, draft: PlanDraft, sequence: Sequence, admitter: Admitter) -> str:
-        """Why the sequence cannot start yet, as the cause of its wait; empty where it can. What is lacking is
-        begun.
-        """
-
-    def begin_step(self) -> bool:
-        """Takes in what has come since the last plan; False where nothing is on its way any more."""
+from engine.scheduler.admitter import Admitter
+from engine.scheduler.disk_prefixes import DiskPrefixes
+from engine.scheduler.plan_draft import PlanDraft
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.state import SchedulerState
+from engine.types import MemoryPlan
 
 
 class AdapterNeed:
@@ -37,7 +22,7 @@ class AdapterNeed:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def lacks(self, draft: PlanDraft, sequence: Sequence, admitter: Admitter) -> str:
+    def lacks(self, draft: PlanDraft, sequence: Sequence) -> str:
         """See Need."""
         return "" if self._state.admits_adapter(sequence) else "cold_adapter"
 
@@ -51,13 +36,14 @@ class AdapterNeed:
 class PrefixNeed:
     """A part of the sequence's prefix from a disk, or from another engine."""
 
-    def __init__(self, state: SchedulerState, prefixes: DiskPrefixes) -> None:
+    def __init__(self, state: SchedulerState, prefixes: DiskPrefixes, admitter: Admitter) -> None:
         self._state = state
         self._prefixes = prefixes
+        self._admitter = admitter
 
-    def lacks(self, draft: PlanDraft, sequence: Sequence, admitter: Admitter) -> str:
+    def lacks(self, draft: PlanDraft, sequence: Sequence) -> str:
         """See Need."""
-        prefixes = self._prefixes
+        prefixes, admitter = self._prefixes, self._admitter
         if draft.under_way is None or sequence.is_beam:
             return ""
         if sequence.disk_read is None and not prefixes.can_wait(sequence):
@@ -83,7 +69,7 @@ class ForgottenRoom:
         self._state = state
         self._num_blocks = memory.forgotten_bytes // max(1, memory.forgotten_block_bytes)
 
-    def lacks(self, draft: PlanDraft, sequence: Sequence, admitter: Admitter) -> str:
+    def lacks(self, draft: PlanDraft, sequence: Sequence) -> str:
         """See Need."""
         needed = sequence.num_measured_blocks
         if not needed:

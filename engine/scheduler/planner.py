@@ -26,7 +26,7 @@ class Planner:
         self._config = state.config
         self._next_step_id = 1
         self._rows = RowWriter(state)
-        self._admitter = Admitter(state, self._rows)
+        self.admitter = Admitter(state, self._rows)
         self._room = StepRoom(state)
 
     def plan(self, now: float, allowed: frozenset[int] | None = None) -> SchedulerOutput:
@@ -48,7 +48,7 @@ class Planner:
             under_way=BlocksUnderWay(state.running, state.cache.block_size) if shares else None,
         )
         if allowed is None:
-            self._admitter.displace_beams(draft)
+            self.admitter.displace_beams(draft)
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
             sharers = self._sharers(prefills)
@@ -226,12 +226,12 @@ class Planner:
         while draft.has_capacity:
             # New work is not taken in while running work is short of blocks.
             candidate = (
-                None if draft.preempted_for_blocks else self._admitter.candidate(draft, skipped, allowed)
+                None if draft.preempted_for_blocks else self.admitter.candidate(draft, skipped, allowed)
             )
             if chunk is not None and (candidate is None or chunk.priority >= candidate.priority):
                 self._add_chunk(draft, chunk)
                 chunk = next(running, None)
-            elif candidate is None or not self._admitter.admit_or_skip(draft, candidate, skipped):
+            elif candidate is None or not self.admitter.admit_or_skip(draft, candidate, skipped):
                 break
         while chunk is not None and draft.has_capacity:
             self._add_chunk(draft, chunk)

@@ -16,11 +16,11 @@ from engine.policy.isolation import FailureIsolation
 from engine.policy.rates import StepRate
 from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.needs import AdapterNeed, ForgottenRoom, Need, PrefixNeed
+from engine.scheduler.needs import AdapterNeed, ForgottenRoom, PrefixNeed
 from engine.scheduler.plain_steps import PlainSteps
 from engine.scheduler.planner import Planner
 from engine.scheduler.results import ResultHandler, poisoned
-from engine.scheduler.sequence import RequestGroup, Sequence, Status
+from engine.scheduler.sequence import Need, RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
     NOT_MEASURED,
@@ -102,8 +102,10 @@ class Scheduler:
         if adapters is not None:
             state.adapters = adapters
         self._forgotten, self._adapter = ForgottenRoom(state, memory), AdapterNeed(state)
-        self._prefix = None if state.disk_prefixes is None else PrefixNeed(state, state.disk_prefixes)
+        self._prefix: PrefixNeed | None = None
         self._planner = Planner(self._state)
+        if state.disk_prefixes is not None:
+            self._prefix = PrefixNeed(state, state.disk_prefixes, self._planner.admitter)
         self._results = ResultHandler(self._state)
         # For simulators, which skip over steps that only go on.
         self.plain_steps = PlainSteps(self._state, self._planner)

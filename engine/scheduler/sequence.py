@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -24,9 +24,6 @@ from engine.types import (
     TokenEvent,
     TokenLogprobs,
 )
-
-if TYPE_CHECKING:
-    from engine.scheduler.needs import Need
 
 # Reasons to end a request that nobody takes answers of any more.
 _ENDED_EARLY = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE})
@@ -136,6 +133,18 @@ class RequestGroup:
         )
 
 
+class Need(Protocol):
+    """What a waiting sequence may need besides a slot and blocks (`needs`)."""
+
+    def lacks(self, draft: Any, sequence: Sequence) -> str:
+        """Why the sequence cannot start in a plan, as the cause of its wait; empty where it can. What is
+        lacking is begun. The draft is a PlanDraft, which knows sequences.
+        """
+
+    def begin_step(self) -> bool:
+        """Takes in what has come since the last plan; False where nothing is on its way any more."""
+
+
 class Awaited(NamedTuple):
     """Prompt blocks that a waiting sequence leaves to one that computes them already."""
 
@@ -198,8 +207,7 @@ class Sequence:
         # `whole_from` count for nothing: since then it forgets nothing.
         self.num_measured = self.whole_from = 0
         self.hasher = hasher
-        self.num_computed = 0
-        self.num_confirmed = 0
+        self.num_computed = self.num_confirmed = 0
         # Tokens that steps in flight will sample at most: one each, and their drafts.
         self.num_pending = 0
         # Goes up whenever the blocks are lost, so that results of older steps can be recognized.
@@ -216,7 +224,6 @@ class Sequence:
         self.awaits_promise = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
-        # What it may wait for besides a slot and blocks.
         self.needs = needs
         # Whom it waits for, while it has no slot.
         self.awaited: Awaited | None = None

@@ -18,9 +18,8 @@ from engine.scheduler.adapters import AdapterSlots
 from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.disk_prefixes import DiskPrefixes
 from engine.scheduler.held_back import HeldBack
-from engine.scheduler.needs import Need
 from engine.scheduler.prefixes import Prefixes
-from engine.scheduler.sequence import RequestGroup, Sequence, Status
+from engine.scheduler.sequence import Need, RequestGroup, Sequence, Status
 from engine.types import (
     ChoiceHistory,
     FinishReason,
