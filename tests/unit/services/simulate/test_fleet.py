@@ -92,7 +92,7 @@ def test_skipped_steps_leave_the_scheduler_as_steps_would() -> None:
                 repr(vars(rate.time._decode)),
                 repr((rate.step_s, rate.decode_tokens_per_s, rate.answer_tokens)),
                 state.shares._counters,
-                list(state.cache._pool._evictable),
+                list(state.cache._pool._idle),
                 state.cache._pool._free,
                 engine.scheduler._planner._next_step_id,
             )
