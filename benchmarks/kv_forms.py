@@ -1,7 +1,7 @@
 """What the forms of keys and values cost and give: bytes a token, streams in 4 GiB, and the rate of decoding.
 
     python -m benchmarks.kv_forms [--checkpoint qwen3-0.6b] [--contexts 2048 8192 32768] [--rows 1]
-        [--forms bfloat16 int8 fp8 int4 kivi4] [--steps 16] [--rounds 3] [--threads 2] [--json OUT]
+        [--forms bfloat16 int8 fp8 kivi4] [--steps 16] [--rounds 3] [--threads 2] [--json OUT]
 
 Sequences decode over histories of random keys and values that nobody computed: a step reads what it would
 read of real ones. The forms take turns, `rounds` times; a rate is tokens of all rows over the median step of
@@ -30,7 +30,7 @@ from engine.types import NewSequence, SamplingParams, ScheduledSequence, Schedul
 from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from runtime.config import ModelConfig
 
-FORMS = ("bfloat16", "int8", "fp8", "int4", "kivi4")
+FORMS = ("bfloat16", "int8", "fp8", "kivi4")
 MEMORY_BYTES = 4 << 30
 STREAM_TOKENS = 8192
 # Positions that the shapes are given, whatever their models were trained on.

@@ -51,6 +51,7 @@ from engine.config import CacheConfig, EngineConfig
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from models.corpus import documents
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
@@ -194,8 +195,9 @@ def forms(subject: Subject, work: Path) -> Iterator[QualityForm]:
     yield QualityForm(name=BASELINE, make=dense)
     for quantize in ("int8", "w8a8", "int4"):
         yield QualityForm(name=f"{quantize} at load", options={"quantize": quantize}, make=dense)
-    for kind in ("int8", "fp8", "int4"):
-        yield QualityForm(name=f"{kind} {KEYS_AND_VALUES}", options={"cache": {"kv_dtype": kind}}, make=dense)
+    for kind in ("int8", "fp8", BY_CHANNEL):
+        cache = {"kv_dtype": kind, "block_size": KEY_GROUP}
+        yield QualityForm(name=f"{kind} {KEYS_AND_VALUES}", options={"cache": cache}, make=dense)
     for scheme in SCHEMES:
         for method in METHODS:
             if _goes_together(scheme, method):

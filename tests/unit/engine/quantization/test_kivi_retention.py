@@ -19,6 +19,7 @@ from kernels.paged_cache.host import KEY_GROUP
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_chosen import NUM_TOKENS, answer
+from tests.unit.engine.runner.test_kvzap import config_of, trained
 from tests.unit.engine.runner.test_retention import check_among_others, generate
 
 CACHE: dict[str, Any] = {"kv_dtype": "kivi4", "block_size": KEY_GROUP}
@@ -33,13 +34,16 @@ ASKED: list[tuple[list[int], Retention | None]] = [
     (prompt_of(250, 199, seed=3), Retention(policy="window+sinks", window_tokens=1)),
     (prompt_of(384, 199, seed=4), Retention(policy="window+sinks", keep=0.6)),
     (prompt_of(448, 199, seed=5), Retention(policy="snapkv", window_tokens=200)),
+    (prompt_of(430, 199, seed=6), Retention(policy="kvzap", keep=0.5)),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a scorer for kvzap beside it."""
     place = tmp_path_factory.mktemp("llama")
-    make_checkpoint(place, "llama", head_dim=16, max_position_embeddings=1024)
+    model = make_checkpoint(place, "llama", head_dim=16, max_position_embeddings=1024)
+    trained(model).save(place / "kvzap", config_of(model))
     return place
 
 
@@ -69,7 +73,8 @@ def expected(runner: ModelRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "prefix_caching", "budget"), [(23, True, 48), (23, False, 131), (90, True, 512)]
+    ("num_blocks", "prefix_caching", "budget", "num_host_blocks"),
+    [(23, True, 48, 0), (23, False, 131, 0), (23, True, 48, 20), (90, True, 512, 0)],
 )
 def test_answers_among_others_and_preempted(
     folder: Path,
@@ -78,15 +83,18 @@ def test_answers_among_others_and_preempted(
     num_blocks: int,
     prefix_caching: bool,
     budget: int,
+    num_host_blocks: int,
 ) -> None:
-    """With NaN in all that nobody holds."""
+    """With NaN in all that nobody holds; some come back from the host."""
     with opened(folder, native) as plain:
         per_block = sum(part[0].nbytes for layer in plain.storage.layers for part in layer.tensors())
-    with opened(folder, native, kv_cache_bytes=num_blocks * per_block) as runner:
+    cache = CACHE | {"host_bytes": num_host_blocks * per_block}
+    with opened(folder, native, cache, kv_cache_bytes=num_blocks * per_block) as runner:
         check_among_others(
             runner,
             expected,
             prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
             asked_of=ASKED,
             max_num_batched_tokens=budget,
             **SIZES,
@@ -94,7 +102,7 @@ def test_answers_among_others_and_preempted(
 
 
 def test_choices_and_what_another_engine_began(runner: ModelRunner, expected: list[list[int]]) -> None:
-    for number in (0, 1, 3, 5):
+    for number in (0, 1, 3, 5, 6):
         prompt, asked = ASKED[number]
         choices, _ = answer(runner, prompt, asked, n=3, **SIZES)
         assert choices == dict.fromkeys(range(3), expected[number])
