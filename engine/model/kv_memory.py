@@ -2,7 +2,7 @@
 
 Four bits cost some layers more than others (KVTuner, arXiv 2502.04420), so `engine.cache.kv_dtype_layers`
 gives layers by number another type than `engine.cache.kv_dtype`. In SmolLM2 no few bear most of it: eight
-bits for the worst four of 30 layers spare two fifths of the rise in perplexity (`benchmarks.kv_layers`). The
+bits for the worst four of 30 layers spare a third of the rise in perplexity (`benchmarks.kv_layers`). The
 plan, the cache (runner/kv_storage) and the fingerprint of blocks that engines exchange
 (runner/prefix_disk/build) take the choice from here.
 """

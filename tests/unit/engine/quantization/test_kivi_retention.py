@@ -9,13 +9,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from contract.retention import Retention
+from engine.runner.forgotten.votes import Votes, choose, chosen_of
 from engine.runner.runner import ModelRunner
-from engine.types import ChoiceStatistics
-from kernels.paged_cache.host import KEY_GROUP
+from engine.types import ChoiceStatistics, ChosenTokens, KeptBlocks
+from kernels.paged_cache.host import KEY_GROUP, allocate_host_layer
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import open_runner, prompt_of
 from tests.unit.engine.runner.test_chosen import NUM_TOKENS, answer
@@ -111,6 +113,19 @@ def test_choices_and_what_another_engine_began(runner: ModelRunner, expected: li
             assert rest[0] == expected[number][cut:]
 
 
+def test_beams_forget_alike_however_they_are_computed(runner: ModelRunner, expected: list[list[int]]) -> None:
+    """One of width 1 is the answer; those that fork are the same in other chunks, without cached prefixes."""
+    # The last one comes late.
+    options = SIZES | {"asked_of": [ASKED[3], ([1], None)]}
+    one, _ = generate(runner, prefix_caching=True, beam_width=1, **options)
+    assert one[0, 0] == expected[3]
+    found, _ = generate(runner, prefix_caching=True, n=2, beam_width=2, **options)
+    others, _ = generate(
+        runner, prefix_caching=False, n=2, beam_width=2, max_num_batched_tokens=130, **options
+    )
+    assert found == others
+
+
 def test_what_is_lost_is_measured_over_whole_keys_and_rounded_ones(
     folder: Path, native: str, runner: ModelRunner, expected: list[list[int]]
 ) -> None:
@@ -146,3 +161,26 @@ def test_streams_go_on_beyond_the_positions(folder: Path, native: str) -> None:
         behind = text[:KEY_GROUP] + text[positions - carried + KEY_GROUP : positions]
         again, _ = generate(runner, asked_of=[(behind, keep), ([1], None)], max_tokens=KEY_GROUP, **sizes)
     assert again[0, 0] == text[positions : positions + KEY_GROUP]
+
+
+def test_a_key_that_is_chosen_is_rounded_twice_and_loses_no_more_than_that() -> None:
+    """Two roundings that know nothing of each other err by a root of two together."""
+    kept = KeptBlocks.of(Retention(policy="h2o", keep=0.5), 16 * KEY_GROUP, KEY_GROUP)
+    assert isinstance(kept, ChosenTokens)
+    blocks, fresh = np.arange(16), np.arange(16, 16 + kept.num_fresh)
+    shape = {"block_size": KEY_GROUP, "num_heads": 2, "key_dim": 32, "value_dim": 32, "shared_value_dim": 0}
+    layer = allocate_host_layer(num_blocks=16 + kept.num_fresh, type_name="kivi4", **shape)
+    generator = np.random.default_rng(1)
+    exact = generator.standard_normal((16, 2, KEY_GROUP, 32), np.float32)
+    exact[..., ::5] += 8
+    layer.put_keys(exact, blocks)
+    votes = Votes(kept, fresh.tolist())
+    votes.sums = generator.integers(0, 1 << 40, (2, 16 * KEY_GROUP))
+    once, chosen = layer.wide_keys(blocks), chosen_of(votes.sums, kept)
+    choose(votes, np.concatenate((blocks, fresh)), [layer], 16 + kept.num_fresh, None)
+    assert layer.wide_keys(blocks).tobytes() == once.tobytes()
+    twice = layer.wide_keys(fresh)
+    for head in range(2):
+        before, rounded = (each[:, head].reshape(-1, 32)[chosen[head]] for each in (exact, once))
+        errors = [np.linalg.norm(each - before) for each in (rounded, twice[:, head].reshape(-1, 32))]
+        assert 1.2 < errors[1] / errors[0] < 1.5
