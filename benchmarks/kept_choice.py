@@ -19,7 +19,7 @@ from benchmarks.engine.report import Row, options, publish
 from contract.retention import Retention
 from engine.runner.forgotten.votes import Votes, choose, chosen_of
 from engine.types import ChosenTokens, KeptBlocks
-from kernels.paged_cache.host import HostCache, allocate_host_layer
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP, HostCache, allocate_host_layer
 
 _BLOCK_SIZE = 16
 # Layers, kv heads and their elements.
@@ -29,13 +29,14 @@ SHAPES = {"SmolLM2-135M": (30, 3, 64), "0.6 B": (28, 8, 128)}
 def measured(shape: tuple[int, int, int], type_name: str, num_tokens: int, keep: float, rounds: int) -> Row:
     """Medians, in milliseconds."""
     num_layers, num_kv, dim = shape
-    kept = KeptBlocks.of(Retention(policy="h2o", keep=keep), num_tokens, _BLOCK_SIZE)
+    size = KEY_GROUP if type_name == BY_CHANNEL else _BLOCK_SIZE
+    kept = KeptBlocks.of(Retention(policy="h2o", keep=keep), num_tokens, size)
     assert isinstance(kept, ChosenTokens), "something is forgotten"
     num_blocks = kept.num_whole + kept.num_fresh
     layers = [
         allocate_host_layer(
             num_blocks=num_blocks,
-            block_size=_BLOCK_SIZE,
+            block_size=size,
             num_heads=num_kv,
             key_dim=dim,
             value_dim=dim,
@@ -53,7 +54,7 @@ def measured(shape: tuple[int, int, int], type_name: str, num_tokens: int, keep:
     times: list[tuple[float, float, float]] = []
     for _ in range(rounds):
         votes = Votes(kept, fresh.tolist())
-        votes.sums = random.integers(0, 1 << 40, (num_layers * num_kv, kept.num_whole * _BLOCK_SIZE))
+        votes.sums = random.integers(0, 1 << 40, (num_layers * num_kv, kept.num_whole * size))
         table = np.concatenate((order, fresh))
         times.append(
             (
@@ -89,7 +90,7 @@ def main() -> None:
         {"shape": name, "keys and values": type_name, "prompt": num_tokens}
         | measured(shape, type_name, num_tokens, given.keep, given.rounds)
         for name, shape in SHAPES.items()
-        for type_name in ("bfloat16", "int8", "int4")
+        for type_name in ("bfloat16", "int8", BY_CHANNEL)
         for num_tokens in given.tokens
     ]
     publish("What a choice of tokens costs", rows, given.json, f"{given.keep:g} of each prompt stays.")

@@ -2,7 +2,8 @@
 well a text is foreseen, and how fast an answer goes on.
 
     python -m benchmarks.kept_needles [--model bundled] [--scorer FOLDER] [--policies snapkv kvzap]
-        [--keeps 0.75 0.5 0.25] [--repeats 12] [--tasks 24] [--texts 8] [--decode-tokens 2048] [--json OUT]
+        [--keeps 0.75 0.5 0.25] [--repeats 12] [--tasks 24] [--texts 8] [--decode-tokens 2048]
+        [--kv-dtype kivi4] [--json OUT]
 
 Everything is asked at the end of a text of about 1,024 tokens, and answered greedily: `needles` are those of
 `millrace gate`, every second with distractors, whose line lies at the text's beginning, in its middle or at
@@ -25,6 +26,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import llguidance
 import numpy as np
@@ -34,10 +36,11 @@ from benchmarks.engine.report import Row, options, publish
 from benchmarks.gate import WINDOW
 from checkpoint.files import find
 from contract.retention import FULL, POLICIES, SCORED, Retention
-from engine.config import CacheConfig, EngineConfig
+from engine.config import CacheConfig, EngineConfig, KvDtype
 from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import GrammarSpec, Request, SamplingParams, TokenEvent
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from services.drafter.lessons import LessonRow, LessonWriter
@@ -74,10 +77,16 @@ class Said:
 class Model:
     """One that is asked one request after another, in this process."""
 
-    def __init__(self, name: str, scorer: str) -> None:
+    def __init__(self, name: str, scorer: str, kv_dtype: KvDtype = "auto") -> None:
         folder = BUNDLED_MODEL if name == "bundled" else find(name)
         # Prompts stay in it from one policy to the next.
-        cache = CacheConfig(kv_cache_bytes=2 << 30, forgotten_bytes=1 << 30, kvzap=scorer)
+        cache = CacheConfig(
+            kv_cache_bytes=2 << 30,
+            forgotten_bytes=1 << 30,
+            kvzap=scorer,
+            kv_dtype=kv_dtype,
+            block_size=KEY_GROUP if kv_dtype == BY_CHANNEL else 16,
+        )
         self._config = EngineConfig(num_threads=2, cache=cache)
         model = ModelConfig(path=str(folder))
         self.runner, memory, _ = build_here(self._config, model, lambda phase, part: None)
@@ -238,6 +247,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--scorer", type=Path, help="of kvzap; that of smollm2-135m is known")
     parser.add_argument("--policies", nargs="+", choices=POLICIES[1:], default=POLICIES[1:])
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default="auto")
     parser.add_argument("--keeps", type=float, nargs="+", default=(0.75, 0.5, 0.25))
     for name, value in (("repeats", 12), ("tasks", 24), ("texts", 8), ("decode-tokens", 2048), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -250,7 +260,7 @@ def main() -> None:
         None,
         *(Retention(policy=policy, keep=keep, max_lost=1.0) for policy in policies for keep in given.keeps),
     ]
-    model = Model(given.model, "" if scorer is None else str(scorer))
+    model = Model(given.model, "" if scorer is None else str(scorer), given.kv_dtype)
     asked = questions(given.repeats, given.tasks, given.texts)
     with closing(model.runner):
         found = [quality(model, asked, each) for each in kinds]
@@ -263,7 +273,8 @@ def main() -> None:
     ]
     lengths = [len(model.asked(each)) for each in asked.needles]
     notes = (
-        f"{given.model}. {given.repeats} texts of {min(lengths)} to {max(lengths)} tokens for each depth, "
+        f"{given.model}, keys and values {given.kv_dtype}. {given.repeats} texts of {min(lengths)} to "
+        f"{max(lengths)} tokens for each depth, "
         f"{given.tasks} tasks, {given.texts} texts that are continued; tokens/s behind {given.decode_tokens}."
     )
     publish("What answers that forget are still worth", rows, given.json, notes)

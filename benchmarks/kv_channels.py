@@ -1,17 +1,17 @@
-"""What four bits of keys and values lose by how they are grouped: token by token, rotated, as ours are;
-keys by channel, as KIVI's are (arXiv 2402.02750); both.
+"""What four bits of keys and values lose by how they are grouped: token by token, rotated; keys by channel,
+as ours and KIVI's are (arXiv 2402.02750); both.
 
     python -m benchmarks.kv_channels [--models bundled smollm2-135m] [--texts 12] [--tokens 512] [--json OUT]
 
 Texts are read by transformers in float32, whose attention sees keys and values as a cache would hold them;
-"token, rotated" is the form of `kv_dtype = "int4"` and "keys by channel (kivi4)" that of `kivi4`, by their
-own code. What is grouped by channel has one scale for each channel of so many tokens. Who does so keeps the
-tokens of the newest group whole until it is full, so "newest ... whole" tells that apart. Bytes are those of
-a token in one kv head, keys and values, of groups that are full. KIVI's groups have a least value beside the
-scale (keys by channel, values by token).
+"token, rotated" is how `kivi4` has values, and "keys by channel (kivi4)" the form itself, by their own code.
+What is grouped by channel has one scale for each channel of so many tokens. Who does so keeps the tokens of
+the newest group whole until it is full, so "newest ... whole" tells that apart. Bytes are those of a token in
+one kv head, keys and values, of groups that are full. KIVI's groups have a least value beside the scale (keys
+by channel, values by token).
 
 `nats lost` is the mean of a token that counts, beside the model with float32 keys and values, with its
-standard error over texts; `of ours` is that as a multiple of the form in use.
+standard error over texts; `of the first` is that as a multiple of the first form's.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kernels.paged_cache.host import KEY_GROUP
 
 Rounding = Callable[[Tensor], Tensor]
 
-_SCALE_BYTES = 2  # bfloat16, but for ours
-_OURS = "token, rotated (ours)"
+_SCALE_BYTES = 2  # bfloat16, but for the rotated
+_FIRST = "token, rotated"
 
 
 def by_token(x: Tensor) -> Tensor:
-    """As ours are: [K, T, D]."""
+    """Rotated, as values of `kivi4` are: [K, T, D]."""
     return four_bits.dequantize(*four_bits.quantize(x))
 
 
@@ -101,29 +101,31 @@ class CacheForm:
 
 
 def forms(group: int) -> dict[str, CacheForm]:
-    """By name; the first is ours. Those by channel in groups of a block, and of as many tokens as make their
-    bytes those of ours.
+    """By name. Those by channel in groups of a block, and of as many tokens as make their bytes those of the
+    first.
     """
 
-    def ours(dim: int) -> float:
+    def by_one_scale(dim: int) -> float:
         return 2 * (dim / 2 + 4)
 
     def channels(tokens: int, numbers: int) -> Callable[[int], float]:
-        return lambda dim: ours(dim) - 4 + numbers * _SCALE_BYTES * dim / tokens
+        return lambda dim: by_one_scale(dim) - 4 + numbers * _SCALE_BYTES * dim / tokens
 
     found = {
-        _OURS: CacheForm(keys=by_token, values=by_token, bytes_of=ours),
+        _FIRST: CacheForm(keys=by_token, values=by_token, bytes_of=by_one_scale),
         **{
             f"token, rotated, newest {tokens} whole": CacheForm(
-                keys=by_token, values=by_token, newest=tokens, bytes_of=ours
+                keys=by_token, values=by_token, newest=tokens, bytes_of=by_one_scale
             )
             for tokens in (group, 2 * group, 4 * group)
         },
         "token, not rotated": CacheForm(
-            keys=lambda x: even(x, -1), values=lambda x: even(x, -1), bytes_of=lambda dim: ours(dim) - 4
+            keys=lambda x: even(x, -1),
+            values=lambda x: even(x, -1),
+            bytes_of=lambda dim: by_one_scale(dim) - 4,
         ),
         "keys by token, values whole": CacheForm(
-            keys=by_token, values=lambda x: x, bytes_of=lambda dim: ours(dim) / 2 + 2 * dim
+            keys=by_token, values=lambda x: x, bytes_of=lambda dim: by_one_scale(dim) / 2 + 2 * dim
         ),
     }
     for tokens in (group, 2 * group, 4 * group):
@@ -229,7 +231,7 @@ def rows_of(model: Any, attention: FormedAttention, texts: list[Text], name: str
                 "rise %": float(100 * np.expm1(lost)),
                 "nats lost": lost,
                 "±": spread,
-                "of ours": lost / float(rows[0]["nats lost"]) if rows else 1.0,
+                "of the first": lost / float(rows[0]["nats lost"]) if rows else 1.0,
             }
         )
     return rows

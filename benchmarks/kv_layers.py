@@ -19,13 +19,14 @@ from benchmarks.quality_forms import SUBJECTS, Text
 from benchmarks.quantization import score
 from engine.model.families import read_spec
 from engine.model.kv_memory import kv_bytes_per_token
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 
 _SHOWN = 6
 
 
 def nats(checkpoint: Path, texts: list[Text], kv_dtype: str, layers: Mapping[str, str]) -> float:
     """Mean of a token that counts, of texts that are read with such keys and values."""
-    cache = {"kv_dtype": kv_dtype, "kv_dtype_layers": layers}
+    cache = {"kv_dtype": kv_dtype, "kv_dtype_layers": layers, "block_size": KEY_GROUP}
     found = score(
         checkpoint, {"dtype": "bfloat16", "max_model_len": 1024, "cache": cache}, [ids for ids, _ in texts]
     )
@@ -46,16 +47,18 @@ def main() -> None:
     spec, checkpoint = read_spec(subject.checkpoint), subject.checkpoint
     eight = nats(checkpoint, subject.others, "int8", {})
     losses = {
-        layer: nats(checkpoint, subject.others, "int8", {str(layer): "int4"}) - eight
+        layer: nats(checkpoint, subject.others, "int8", {str(layer): BY_CHANNEL}) - eight
         for layer in range(spec.num_layers)
     }
     worst = sorted(losses, key=losses.__getitem__, reverse=True)
     choices: dict[str, tuple[str, tuple[int, ...]]] = {
         "bfloat16": ("bfloat16", ()),
         "int8": ("int8", ()),
-        "int4": ("int4", ()),
-        "int4, the first two int8": ("int4", (0, 1)),
-        **{f"int4, the worst {count} int8": ("int4", tuple(worst[:count])) for count in (1, 2, 4)},
+        BY_CHANNEL: (BY_CHANNEL, ()),
+        f"{BY_CHANNEL}, the first two int8": (BY_CHANNEL, (0, 1)),
+        **{
+            f"{BY_CHANNEL}, the worst {count} int8": (BY_CHANNEL, tuple(worst[:count])) for count in (1, 2, 4)
+        },
     }
     rows: list[Row] = []
     for name, (kv_dtype, kept) in choices.items():

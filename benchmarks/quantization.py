@@ -37,6 +37,7 @@ from engine.config import CacheConfig, EngineConfig, QuantizationConfig
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from models.batches import encode
 from models.corpus import Mixture, documents
 from runtime.config import ModelConfig
@@ -154,8 +155,9 @@ def variants() -> Iterator[Variant]:
     for size in (32, 64, 128):
         grouped = QuantizationConfig(group_size=size)  # type: ignore[arg-type]
         yield Variant(name=f"int4, groups of {size}", options={"quantize": "int4", "quantization": grouped})
-    for kind in ("bfloat16", "int8", "fp8", "int4"):
-        yield Variant(name=f"float32, {kind} KV", options={"dtype": "float32", "cache": {"kv_dtype": kind}})
+    for kind in ("bfloat16", "int8", "fp8", BY_CHANNEL):
+        cache = {"kv_dtype": kind, "block_size": KEY_GROUP}
+        yield Variant(name=f"float32, {kind} KV", options={"dtype": "float32", "cache": cache})
     # What the tables beside other servers run.
     for quantize in ("int8", "w8a8", "int4"):
         both = {"dtype": "bfloat16", "quantize": quantize, "cache": {"kv_dtype": "int8"}}

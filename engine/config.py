@@ -68,7 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     overlap: Literal["auto", "on", "off"] = "auto"
 
 
-KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8", "int4", "kivi4"]
+KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8", "kivi4"]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,9 +80,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_bytes: int = 0
     # Part of the device's memory that the engine may use.
     memory_fraction: float = 0.85
-    # Element type of keys and values; "auto" is the model's. int4 rounds them token by token, rotated. kivi4
-    # rounds keys by channel, in blocks of 64 tokens (block_size), and loses far less in as many bytes
-    # (`python -m benchmarks.kv_channels`); each sequence has its newest keys whole beside.
+    # Element type of keys and values; "auto" is the model's. kivi4 is four bits: keys by channel, in blocks
+    # of 64 tokens (block_size), values by token; each sequence has its newest keys whole beside.
     kv_dtype: KvDtype = "auto"
     # That of layers that have another one, by their numbers from 0: {"0-1" = "int8", "29" = "auto"}. Layers
     # differ in what four bits cost them (`python -m benchmarks.kv_layers`). What drafts has `kv_dtype` alone.

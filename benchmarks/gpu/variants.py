@@ -97,7 +97,6 @@ TYPES: tuple[tuple[torch.dtype, Any], ...] = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.float8_e4m3fn),
-    (torch.bfloat16, torch.int4),  # type: ignore[attr-defined]
     (torch.bfloat16, "kivi4"),
     (torch.float32, torch.float32),
 )
@@ -117,7 +116,7 @@ def _of_blocks(arch: str, block_size: int) -> Iterator[tuple[str, Callable[[], o
         sinks = torch.empty(heads, device=META) if with_sinks else None
         for kind, stored in TYPES:
             by_channel = stored == "kivi4"
-            if (by_channel or stored == torch.int4) and not value_dim:  # type: ignore[attr-defined]
+            if by_channel and not value_dim:
                 # Refused at start.
                 continue
             if by_channel and block_size < 64 and arch == "sm_90":

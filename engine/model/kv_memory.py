@@ -2,7 +2,7 @@
 
 Four bits cost some layers more than others (KVTuner, arXiv 2502.04420), so `engine.cache.kv_dtype_layers`
 gives layers by number another type than `engine.cache.kv_dtype`. In SmolLM2 no few bear most of it: eight
-bits for the worst four of 30 layers spare two fifths of the rise in perplexity (`benchmarks.kv_layers`). The
+bits for the worst four of 30 layers spare a third of the rise in perplexity (`benchmarks.kv_layers`). The
 plan, the cache (runner/kv_storage) and the fingerprint of blocks that engines exchange
 (runner/prefix_disk/build) take the choice from here.
 """
@@ -21,9 +21,7 @@ from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP, SCALED
 from runtime.errors import ConfigError
 
 # Bits of an element; those that are SCALED have one float32 scale beside each key, value and head.
-KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4, BY_CHANNEL: 4}
-# What vectors of four bits are a multiple of (kernels/paged_cache/four_bits).
-INT4_GROUP = 8
+KV_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, BY_CHANNEL: 4}
 # What keys by channel are: their numbers, in a block, are then whole bytes a token.
 CHANNELS_GROUP = 16
 _KEY = "engine.cache.kv_dtype_layers"
@@ -193,15 +191,15 @@ def check_kv_dtype(spec: ModelSpec, kv_dtype: str, layers: Iterable[int] | None 
 
 def _check(spec: ModelSpec, kv_dtype: str, layers: Iterable[int], key: str) -> None:
     shapes = [shape for shape in map(spec.cache_shape, layers) if shape is not None]
-    if kv_dtype not in ("int4", BY_CHANNEL) or not shapes:
+    if kv_dtype != BY_CHANNEL or not shapes:
         return
-    multiple = CHANNELS_GROUP if kv_dtype == BY_CHANNEL else INT4_GROUP
-    odd = [shape.key_dim for shape in shapes if shape.key_dim % multiple]
+    dims = (dim for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+    odd = [dim for dim in dims if dim % CHANNELS_GROUP]
     if spec.latent is not None:
         refusal = "whose latent vectors, each key and value of all heads, need eight bits"
     elif odd:
-        refusal = f"whose heads of {min(odd)} elements are no multiple of {multiple}"
-    elif kv_dtype == BY_CHANNEL and spec.bidirectional:
+        refusal = f"whose heads of {min(odd)} elements are no multiple of {CHANNELS_GROUP}"
+    elif spec.bidirectional:
         refusal = "whose queries look ahead of their own block"
     else:
         return

@@ -21,6 +21,7 @@ from engine.model.plan import PlanInput, human, plan_and_fullest, plan_input, wi
 from engine.model.plan_devices import Devices, SharedPlan, shared_plans, told
 from engine.model.rank_checks import degrees_of_file
 from engine.types import MemoryPlan
+from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 from kernels.ranks.shares import MOST_RANKS, Degrees
 from runtime.config import ModelConfig, load_section, read_tables
 from runtime.errors import ConfigError
@@ -223,7 +224,7 @@ def _in_other_forms(given: PlanInput) -> str:
     """How many times the tokens other values of kv_dtype would hold; empty where there is no smaller one."""
     taken, replace = kv_bytes_per_token(given.spec, given.kv_dtypes), msgspec.structs.replace
     found = []
-    for name in ("int8", "int4"):
+    for name in ("int8", BY_CHANNEL):
         config = replace(given.config, cache=replace(given.config.cache, kv_dtype=name))
         try:
             other = replace(given, config=config).kv_dtypes
@@ -231,7 +232,8 @@ def _in_other_forms(given: PlanInput) -> str:
             continue
         times = taken / max(1, kv_bytes_per_token(given.spec, other))
         if times > 1:
-            found.append(f"{name} {times:.1f}")
+            blocks = f" (block_size {KEY_GROUP})" if name == BY_CHANNEL else ""
+            found.append(f"{name} {times:.1f}{blocks}")
     return f"; times as many with engine.cache.kv_dtype: {', '.join(found)}" if found else ""
 
 

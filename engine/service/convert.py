@@ -172,7 +172,8 @@ def _retention(submit: engine_pb2.Submit, sampling: SamplingParams, limits: Mode
         if sampling.beam_width:
             because = "beams share what they forget"
         if because:
-            raise unsupported("kv.max_lost", "leave it out", f"no bound can be told: {because}")
+            remedy = "leave it out, or, where the tier has set it, kv"
+            raise unsupported("kv.max_lost", remedy, f"no bound can be told: {because}")
     return asked
 
 

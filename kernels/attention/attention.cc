@@ -28,7 +28,7 @@ struct Places {
 // Buffers that a thread keeps from unit to unit.
 struct Scratch {
   ProductScratch products;
-  Buffer running, turned;
+  Buffer running;
   std::vector<int64_t> positions;   // [R]
   std::vector<int64_t> tokens, sequences;  // [R]
   std::vector<float> maxima, sums;  // [R] of the part
@@ -178,12 +178,10 @@ class Worker {
 
  private:
   // Whether values lie rotated.
-  bool turns_back() const { return cache_.type == kKvInt4 || by_channel<Cache>; }
+  static constexpr bool turns_back() { return by_channel<Cache>; }
 
   // Packs the unit's queries, scaled, and notes their positions.
   void take_rows(bool streamed) {
-    // Keys of four bits are rotated, so queries must be.
-    float* turned = cache_.type == kKvInt4 ? scratch_.turned.get(key_dim_) : nullptr;
     rows_each_ = 0;
     for (int64_t i = 0; i < num_members_; ++i) rows_each_ += plan_.tiles[members_[i]].num_tokens * group_;
     rows_ = rows_each_ * num_heads_;
@@ -201,8 +199,7 @@ class Worker {
             scratch_.positions[own] = tile.position + token;
             scratch_.tokens[own] = tile.token + token;
             scratch_.sequences[own] = tile.sequence;
-            if (turned) turn(q, key_dim_, turned);
-            products_.take_query(row, turned ? turned : q, args_.scale);
+            products_.take_query(row, q, args_.scale);
           }
         }
       }
@@ -759,7 +756,6 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
 #endif
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);
     case kKvInt8: return attend<LevelProducts<Int8Cache>>(args, num_threads);
-    case kKvInt4: return attend<LevelProducts<Int4Cache>>(args, num_threads);
     case kKvKivi4: return attend<LevelProducts<Kivi4Cache>>(args, num_threads);
     case kKvFloat8: return attend<FloatProducts<Float32Math, Float8Cache>>(args, num_threads);
   }

@@ -1,4 +1,4 @@
-// Attention's products over int8 and int4 keys and values, in integers (AVX-512 VNNI).
+// Attention's products over int8 and kivi4 keys and values, in integers (AVX-512 VNNI).
 //
 // Queries and weights become levels of 16 bits, each the sum of a high and a low byte, so a product is two dot products
 // of bytes; keys and values are taken as they lie in the cache, those of four bits as the bytes that they stand for. Integer sums are exact: their order decides no bit.

@@ -301,7 +301,9 @@ struct Int8Cache {
 
 // Codes c of 4 bits that stand for 2 c - 15, as kernels/paged_cache/four_bits packs them: the low halves of a word's
 // bytes are its first four elements, the high ones the others. Rows have multiples of 8 elements.
-struct Int4Cache {
+//
+// Keys are by channel (paged_cache/key_groups.h): their steps and middles go into the queries.
+struct Kivi4Cache {
   static constexpr int64_t kPerWord = 8;
   template <typename Math>
   static void expand(Vec words, Vec* out) {
@@ -344,9 +346,6 @@ struct Int4Cache {
   }
 #endif
 };
-
-// Keys by channel (paged_cache/key_groups.h): codes as above, whose steps and middles go into the queries.
-struct Kivi4Cache : Int4Cache {};
 
 template <typename Cache>
 constexpr bool by_channel = std::is_same<Cache, Kivi4Cache>::value;

@@ -1,4 +1,4 @@
-// Attention by AMX tiles: bfloat16 for units of any number of rows, int8 and int4 for those of many.
+// Attention by AMX tiles: bfloat16 for units of any number of rows, int8 and kivi4 for those of many.
 //
 // Queries and weights are rounded to bfloat16. A score is one chain of tile instructions over the key's elements, 32 at a
 // time; a weighted value is one over the places of its part, 32 at a time from place 0 on: zeros add nothing, so it does
@@ -319,7 +319,7 @@ class TileProducts {
   float *queries_ = nullptr, *scores_ = nullptr, *keys_ = nullptr, *values_ = nullptr, *weighted_ = nullptr;
 };
 
-// --- int8 and int4 ---
+// --- int8 and kivi4 ---
 
 // Whole tiles of the high and the low bytes of levels, `low` bytes further; sums, exact, of 2 x 2 tiles to `out`. kLower:
 // whether the second rows are there. kUnsigned: whether the levels, else the columns, are the bytes without signs.

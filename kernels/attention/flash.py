@@ -27,8 +27,7 @@ from torch import Tensor
 from kernels.attention.flash_library import FlashLibrary, Span, find_library
 from kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from kernels.host import on_device
-from kernels.paged_cache import four_bits
-from kernels.paged_cache.store import FourBitCache, LayerCache, PlainCache, QuantizedCache, as_bytes
+from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, as_bytes
 
 FEW_ROWS = 16
 # Positions of one call whose history is gathered; sequences with longer ones stay with the other back end.
@@ -116,7 +115,7 @@ class FlashAttention:
             rest: Tensor = self.rest.run(plan, q, cache, options, sinks)
             return rest
         assert sinks is None, "the choice of back end knows what flash-attn cannot do"
-        assert isinstance(cache, PlainCache | QuantizedCache | FourBitCache)
+        assert isinstance(cache, PlainCache | QuantizedCache)
         in_place = (
             isinstance(cache, PlainCache)
             and cache.keys.dtype == q.dtype
@@ -138,7 +137,7 @@ class FlashAttention:
         self,
         call: _Call,
         q: Tensor,
-        cache: PlainCache | QuantizedCache | FourBitCache,
+        cache: PlainCache | QuantizedCache,
         options: AttentionOptions,
         in_place: bool,
     ) -> Tensor:
@@ -158,10 +157,7 @@ class FlashAttention:
             kind = keys.dtype
             keys, values = (as_bytes(part)[blocks, offsets].view(kind) for part in (keys, values))
             scales = cache.scales.transpose(1, 2)[blocks, offsets]  # [U, K, 2]
-            if isinstance(cache, FourBitCache):
-                keys, values = map(four_bits.dequantize, (keys, values), scales.unbind(-1))
-            else:
-                keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
+            keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
         return self.library.attend(q, keys.to(q.dtype), values.to(q.dtype), call.span, **how)
 
 

@@ -54,7 +54,7 @@ def launch_shape(
 ) -> LaunchShape:
     """The shape that was measured for an architecture, or one chosen such that no register spills on sm_80
     and sm_90 (benchmarks/gpu/compile_ahead). `kv` says how the cache is stored: "plain", "int8", "fp8",
-    "int4" or "kivi4"; `wide` that queries have four bytes.
+    "kivi4"; `wide` that queries have four bytes.
     """
     largest, step, num_warps, num_stages = (
         WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]
@@ -65,7 +65,7 @@ def launch_shape(
         largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
     if not final and kv != "plain" and key_dim > 128:
         largest, step, num_warps, num_stages = QUANTIZED_SPLIT_SHAPE
-    if final and kv in ("int4", "kivi4") and key_dim > 128:
+    if final and kv == "kivi4" and key_dim > 128:
         largest, step, num_warps, num_stages = FOUR_BIT_WHOLE_SHAPE
     if key_dim > 256:
         many = not final and kv == "plain" and group % LATENT_SPLIT_SHAPE[0] == 0

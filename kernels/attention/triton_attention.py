@@ -27,12 +27,12 @@ from kernels.attention.triton_plan import Items, make_plan, most_parts
 from kernels.attention.tuning import arch_of
 from kernels.host import on_device
 from kernels.paged_cache.channel_cache import ChannelCache
-from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
+from kernels.paged_cache.store import PlainCache, QuantizedCache
 from kernels.paged_cache.triton_four_bits import turn_rows
 
 PROGRAMS_PER_PROCESSOR = 6
 # What the kernels read.
-DenseCache = PlainCache | QuantizedCache | FourBitCache | ChannelCache
+DenseCache = PlainCache | QuantizedCache | ChannelCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +166,8 @@ class TritonAttention:
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
         q = q.contiguous()
-        if isinstance(cache, FourBitCache):
-            # Keys and values are rotated; nothing else of attention knows of it.
-            return turn_rows(self._attended(plan, turn_rows(q), cache, options, sinks), back=True)
         if isinstance(cache, ChannelCache):
-            # Values alone are.
+            # Values are rotated; nothing else of attention knows of it.
             return turn_rows(self._attended(plan, q, cache, options, sinks), back=True)
         return self._attended(plan, q, cache, options, sinks)
 
@@ -346,7 +343,7 @@ class TritonAttention:
 def _kv_of(cache: DenseCache) -> str:
     if isinstance(cache, PlainCache):
         return "plain"
-    if isinstance(cache, FourBitCache | ChannelCache):
+    if isinstance(cache, ChannelCache):
         return cache.type_name
     return "int8" if cache.keys.dtype == torch.int8 else "fp8"
 

@@ -22,7 +22,7 @@ _forced: dict[str, Shape] = {}
 
 
 def key_of(*, final: bool, key_dim: int, group: int, kv: str) -> str:
-    """Name of an entry; `final` is prefill, `kv` "plain", "int8", "fp8", "int4" or "kivi4"."""
+    """Name of an entry; `final` is prefill, `kv` "plain", "int8", "fp8" or "kivi4"."""
     return f"{'prefill' if final else 'decode'} {key_dim}/{group} {kv}"
 
 

@@ -9,7 +9,6 @@ int64_t bits_of(int64_t type) {
   switch (type) {
     case kKvFloat32: return 32;
     case kKvBfloat16: return 16;
-    case kKvInt4:
     case kKvKivi4: return 4;
     default: return 8;
   }

@@ -1,18 +1,15 @@
 """Vectors in four bits: rotated, so that no element stands out, then rounded to one of 16 levels.
 
-A vector of keys has outliers in a few channels, which would take all levels for themselves. Rotated by a
-Hadamard matrix (QuaRot, arXiv 2404.00456) its elements are alike, close to normally distributed, and the
-largest one is where a quantizer of 16 levels should end: one scale serves the whole vector, with nothing
-beside it, so that a token is written once and a block is bytes that belong to nobody else. Products of
-rotated queries with rotated keys are those of the plain ones; weighted sums of rotated values are rotated
-back, once.
+Elements that stand out would take all levels for themselves. Rotated by a Hadamard matrix (QuaRot, arXiv
+2404.00456) a vector's elements are alike, close to normally distributed, and the largest one is where a
+quantizer of 16 levels should end: one scale serves the whole vector, with nothing beside it. So values are
+kept; weighted sums of rotated ones are rotated back, once.
 
 Before that, elements get the signs of the Rudin-Shapiro sequence, whose Hadamard transform is flat: so is
 then that of a vector which a Hadamard matrix by itself would gather in one element, such as a constant one.
 
-Keys by channel, whose block is rounded when it is full, lose far less (`key_groups`,
-`python -m benchmarks.kv_channels`). But they take blocks of 64 tokens, and memory for each sequence's newest
-keys.
+Keys have outliers in the same channels of every token, and lose far less where each channel has levels of its
+own (`key_groups`, `python -m benchmarks.kv_channels`).
 
 A code c from 0 to 15 stands for (2 c - 15) times the scale. Of each 8 elements, the first four are the low
 halves of four bytes, the others their high halves.

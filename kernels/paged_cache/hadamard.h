@@ -1,4 +1,4 @@
-// The rotation of keys and values of four bits (kernels/paged_cache/four_bits): signs, then Hadamard matrices.
+// The rotation of values of four bits (kernels/paged_cache/four_bits): signs, then Hadamard matrices.
 #pragma once
 
 #include <algorithm>

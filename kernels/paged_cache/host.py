@@ -22,12 +22,12 @@ BITS: dict[str, Any] = {
     "float16": np.float16,
     "int8": np.int8,
     "fp8": np.uint8,
-    "int4": np.uint8,
     "kivi4": np.uint8,
 }
 # Those with a scale for each key and value.
-SCALED = ("int8", "fp8", "int4")
-# Values as int4's, keys by channel in groups of so many tokens, a block each (key_groups.h).
+SCALED = ("int8", "fp8")
+# Four bits: values by token (four_bits), keys by channel in groups of so many tokens, a block each
+# (key_groups.h).
 BY_CHANNEL, KEY_GROUP = "kivi4", 64
 
 
@@ -35,7 +35,7 @@ BY_CHANNEL, KEY_GROUP = "kivi4", 64
 class HostCache:
     """Blocks of one layer. With value_dim 0 the value is the first part of the key."""
 
-    keys: NDArray[Any]  # [N, K, P, D], of int4 and kivi4 two elements to a byte
+    keys: NDArray[Any]  # [N, K, P, D], of kivi4 two elements to a byte
     values: NDArray[Any] | None  # [N, K, P, E]
     # [N, K, P, 2] of quantized ones: of the key, of the value; of kivi4 [N, K, P, 1] of the value.
     scales: NDArray[np.float32] | None
@@ -69,23 +69,19 @@ class HostCache:
         kivi4 are full.
         """
         found = self.keys[blocks]
+        keys: NDArray[np.float32]
         if self.type_name == "bfloat16":
             return _widened(found)
-        if self.type_name == "fp8":
-            keys = _float8_values()[found]
-        elif self.type_name in ("int4", BY_CHANNEL):
-            halves = _int4_levels()[found.reshape(*found.shape[:3], -1, 4)]
-            keys = halves.swapaxes(-1, -2).reshape(*found.shape[:3], -1)
-        else:
-            keys = found.astype(np.float32)
         if self.channels is not None:
+            codes = _levels()[found.reshape(*found.shape[:3], -1, 4)]
             middles, halves = np.moveaxis(_widened(self.channels[blocks]), 2, 0)[:, :, :, None]
-            by_channel: NDArray[np.float32] = keys * halves + middles
-            return by_channel
+            keys = codes.swapaxes(-1, -2).reshape(*found.shape[:3], -1) * halves
+            keys += middles
+            return keys
+        keys = _float8_values()[found] if self.type_name == "fp8" else found.astype(np.float32)
         if self.scales is not None:
             keys *= self.scales[blocks][..., :1]
-        wide: NDArray[np.float32] = keys @ _turned_back(keys.shape[3]) if self.type_name == "int4" else keys
-        return wide
+        return keys
 
     def newest_keys(self, recent_row: int, index: int) -> NDArray[np.float32]:
         """Whole keys [K, P, D] of block `index` of a history (recent_of in key_groups.h)."""
@@ -131,20 +127,10 @@ def _float8_values() -> NDArray[np.float32]:
 
 
 @cache
-def _int4_levels() -> NDArray[np.float32]:
+def _levels() -> NDArray[np.float32]:
     """Of each byte the levels [2] of its low half and its high one (four_bits)."""
     codes = np.arange(256)
     return (2 * np.stack((codes & 15, codes >> 4), -1) - 15).astype(np.float32)
-
-
-@cache
-def _turned_back(size: int) -> NDArray[np.float32]:
-    """The matrix [D, D] by which rows are what they were before `four_bits.turn`."""
-    block = size & -size
-    rows = [[(-1) ** (one & other).bit_count() for other in range(block)] for one in range(block)]
-    signs = [(-1) ** (index & index >> 1).bit_count() * block**-0.5 for index in range(size)]
-    found: NDArray[np.float32] = (np.kron(np.eye(size // block), rows) * signs).astype(np.float32)
-    return found
 
 
 def allocate_host_layer(
@@ -161,8 +147,8 @@ def allocate_host_layer(
     reads a slot before writing it, and untouched memory costs nothing. Of kivi4 `keep_newest_keys` follows.
     """
     shape = (num_blocks + 1, num_heads, block_size)
-    bits, in_byte = BITS[type_name], 2 if type_name in ("int4", BY_CHANNEL) else 1
     by_channel = type_name == BY_CHANNEL
+    bits, in_byte = BITS[type_name], 2 if by_channel else 1
     return HostCache(
         keys=empty((*shape, key_dim // in_byte), bits),
         values=empty((*shape, value_dim // in_byte), bits) if value_dim else None,

@@ -12,7 +12,7 @@ from kernels.native.mirror import structure
 from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
 
 # Names of types to values of KvType.
-KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4, "float8_e4m3fn": 4, "kivi4": 5}
+KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3, "float8_e4m3fn": 3, "kivi4": 4}
 
 
 class Storage(Protocol):
@@ -24,7 +24,7 @@ class Storage(Protocol):
 
     @property
     def keys(self) -> Values:
-        """[N, K, P, D], of int4 two elements to a byte."""
+        """[N, K, P, D], of kivi4 two elements to a byte."""
 
     @property
     def values(self) -> Values | None:
@@ -53,7 +53,7 @@ def describe(cache: Any) -> Any:
     for part in (cache.keys, cache.values, cache.scales):
         assert part is None or isinstance(part, np.ndarray) or part.device.type == "cpu", "in main memory"
         assert part is None or _is_contiguous(part)
-    in_byte = 2 if cache.type_name in ("int4", BY_CHANNEL) else 1
+    in_byte = 2 if cache.type_name == BY_CHANNEL else 1
     channels, recent = getattr(cache, "channels", None), getattr(cache, "recent", None)
     assert cache.type_name != BY_CHANNEL or cache.block_size == KEY_GROUP, f"blocks of {cache.block_size}"
     return KvCacheStruct(

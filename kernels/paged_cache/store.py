@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kernels.paged_cache import four_bits
 from kernels.paged_cache.channel_cache import ChannelCache
 from kernels.paged_cache.host import BY_CHANNEL
 from kernels.paged_cache.memory import empty_on_huge_pages
@@ -111,35 +110,6 @@ class QuantizedCache:
         return parts if self.values is None else [*parts, as_bytes(self.values)]
 
 
-class FourBitCache:
-    """Keys and values in four bits (see four_bits), one float32 scale per token and head."""
-
-    type_name = "int4"
-    shared_value_dim = 0
-
-    def __init__(self, keys: Tensor, values: Tensor, scales: Tensor) -> None:
-        self.keys = keys  # [N, K, P, D / 2] uint8
-        self.values = values  # [N, K, P, E / 2] uint8
-        self.scales = scales  # [N, K, P, 2] float32: of the key, of the value
-        self.block_size = keys.shape[2]
-        self.in_windows = False
-
-    def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-        assert values is not None, "values are not part of keys"
-        block, offset = slots // self.block_size, slots % self.block_size
-        self.keys[block, :, offset], key_scale = four_bits.quantize(keys)
-        self.values[block, :, offset], value_scale = four_bits.quantize(values)
-        self.scales[block, :, offset] = torch.stack((key_scale, value_scale), dim=-1)
-
-    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        scales = _gather(self.scales, blocks)
-        keys = four_bits.dequantize(_gather(self.keys, blocks), scales[..., 0])
-        return keys, four_bits.dequantize(_gather(self.values, blocks), scales[..., 1])
-
-    def tensors(self) -> list[Tensor]:
-        return [self.keys, self.scales, self.values]
-
-
 def allocate_layer(
     *,
     num_blocks: int,
@@ -150,7 +120,7 @@ def allocate_layer(
     shared_value_dim: int,
     dtype: torch.dtype | Literal["kivi4"],
     device: torch.device,
-) -> PlainCache | QuantizedCache | FourBitCache | ChannelCache:
+) -> PlainCache | QuantizedCache | ChannelCache:
     """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
     reads a slot before writing it, and on a CPU untouched memory costs nothing. Of kivi4 `keep_newest_keys`
     follows.
@@ -159,14 +129,6 @@ def allocate_layer(
     if dtype == BY_CHANNEL:
         return ChannelCache.allocate(shape, key_dim, value_dim, device)
     assert isinstance(dtype, torch.dtype), "kivi4 is the only name"
-    if dtype == torch.int4:  # type: ignore[attr-defined]
-        assert value_dim, "values are not part of keys"
-        assert (key_dim | value_dim) % four_bits.GROUP == 0, f"vectors of {key_dim} and {value_dim}"
-        return FourBitCache(
-            empty_on_huge_pages((*shape, key_dim // 2), torch.uint8, device),
-            empty_on_huge_pages((*shape, value_dim // 2), torch.uint8, device),
-            empty_on_huge_pages((*shape, 2), torch.float32, device),
-        )
     keys = empty_on_huge_pages((*shape, key_dim), dtype, device)
     values = empty_on_huge_pages((*shape, value_dim), dtype, device) if value_dim else None
     if dtype in LIMITS:

@@ -137,7 +137,6 @@ float write_vector(const KvCache& cache, void* store_base, int64_t row, int64_t 
     store_levels(static_cast<int8_t*>(store_base) + row * width, x, width, scale);
     return scale;
   }
-  if (cache.type == kKvInt4) return store_codes(static_cast<uint8_t*>(store_base) + row * width / 2, x, width);
   if (cache.type == kKvFloat8) return store_float8(static_cast<uint8_t*>(store_base) + row * width, x, width);
   if (cache.type == kKvBfloat16) {
     uint16_t* to = static_cast<uint16_t*>(store_base) + row * width;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.norm.triton_norm import LIMITS, scaled_row
 from kernels.paged_cache.channel_cache import ChannelCache
-from kernels.paged_cache.store import FourBitCache, PlainCache, QuantizedCache
+from kernels.paged_cache.store import PlainCache, QuantizedCache
 from kernels.paged_cache.triton_channels import close_blocks, whole_block
 from kernels.paged_cache.triton_four_bits import store_four_bits
 
@@ -82,11 +82,10 @@ def rope_and_store_kernel(
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
-    FOUR: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """One program per token and head: query heads first, then key and value heads. WHOLE: keys go to blocks
-    of whole ones (StepKeys), from which they are rounded later.
+    of whole ones (StepKeys), from which they are rounded later, and values in four bits.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -112,9 +111,6 @@ def rope_and_store_kernel(
             )
             target = base + (head * block_size + place % block_size) * KEY_DIM + offset
             tl.store(target, rotated.to(recent.dtype.element_ty), mask=offset < KEY_DIM)
-        elif FOUR:
-            rotated = tl.where(offset < KEY_DIM, rotated, 0.0)
-            store_four_bits(rotated, keys + at * (KEY_DIM // 2), scales + at * 2, KEY_DIM, KEY_DIM & -KEY_DIM)
         else:
             _store(rotated, keys + at * KEY_DIM + offset, scales + at * 2, offset < KEY_DIM, LIMIT, ROUND)
         if LIMIT > 0 and VALUE_DIM == 0:
@@ -124,10 +120,9 @@ def rope_and_store_kernel(
             inside = offset < VALUE_DIM
             row = v + token * v_stride + head * VALUE_DIM
             value = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
-            if FOUR:
+            if WHOLE:
                 packed = values + at * (VALUE_DIM // 2)
-                scale_at = scales + (at if WHOLE else at * 2 + 1)
-                store_four_bits(value, packed, scale_at, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
+                store_four_bits(value, packed, scales + at, VALUE_DIM, VALUE_DIM & -VALUE_DIM)
             else:
                 _store(value, values + at * VALUE_DIM + offset, scales + at * 2 + 1, inside, LIMIT, ROUND)
 
@@ -139,7 +134,7 @@ def rope_and_store(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    cache: PlainCache | QuantizedCache | FourBitCache | ChannelCache,
+    cache: PlainCache | QuantizedCache | ChannelCache,
     *,
     interleaved: bool = False,
 ) -> Tensor:
@@ -183,7 +178,6 @@ def rope_and_store(
             INTERLEAVED=interleaved,
             LIMIT=limit,
             ROUND=keys.dtype == torch.int8,
-            FOUR=keys.dtype == torch.uint8,
             WHOLE=isinstance(cache, ChannelCache),
             num_warps=1 if key_dim <= 128 else 4,
         )
@@ -192,9 +186,7 @@ def rope_and_store(
     return out
 
 
-def _whole(
-    cache: PlainCache | QuantizedCache | FourBitCache | ChannelCache, slots: Tensor
-) -> tuple[Any, ...]:
+def _whole(cache: PlainCache | QuantizedCache | ChannelCache, slots: Tensor) -> tuple[Any, ...]:
     """Where whole keys go: blocks that steps share and those of this one, slots, and how many there are of
     the first; of other caches anything.
     """

@@ -18,7 +18,7 @@ from kernels.attention.ragged import AttentionOptions, RaggedBatch
 from kernels.attention.reference import ReferenceAttention
 from kernels.paged_cache.channel_cache import ChannelCache, StepKeys
 from kernels.paged_cache.host import BY_CHANNEL, KEY_GROUP
-from kernels.paged_cache.store import FourBitCache, LayerCache, PlainCache, QuantizedCache, allocate_layer
+from kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, allocate_layer
 
 CPU = torch.device("cpu")
 # History of each sequence, and new tokens of each.
@@ -60,7 +60,7 @@ def poisoned_cache(
     num_blocks: int = 5,
     block_size: int = 4,
     device: torch.device = CPU,
-) -> PlainCache | QuantizedCache | FourBitCache | ChannelCache:
+) -> PlainCache | QuantizedCache | ChannelCache:
     """Of blocks that hold NaN, or, of levels, 127. A value of size 0 is the first half of its key."""
     cache = allocate_layer(
         num_blocks=num_blocks,
@@ -220,13 +220,11 @@ def draw(
     **options: Any,
 ) -> Step:
     """Random histories in shuffled blocks of a poisoned cache, rows of padding that hold NaN. Without `new`,
-    whole prompts. Vectors of four bits are multiples of 8 elements, of kivi4 of 16, in blocks of 64.
+    whole prompts. Vectors of kivi4 are multiples of 16 elements, in blocks of 64.
     """
     num_heads, num_kv_heads, dim = heads
     new = lengths if new is None else new
     value_dim = dim if value_dim is None else value_dim
-    if dtype == torch.int4:
-        dim, value_dim = (-(-size // 8) * 8 for size in (dim, value_dim))
     by_channel = dtype == BY_CHANNEL
     if by_channel:
         dim, value_dim, block_size = *(-(-size // 16) * 16 for size in (dim, value_dim)), KEY_GROUP

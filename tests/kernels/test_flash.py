@@ -68,7 +68,7 @@ def test_windows_and_soft_caps(window: int, capability: tuple[int, int]) -> None
     check([600, 530, 40], [1, 300, 40], capability, scale=0.3, window=window, soft_cap=2.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int4, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float32])
 def test_caches_of_other_types_are_gathered(fakes: dict[str, Any], dtype: torch.dtype) -> None:
     check([300, 20], [120, 20], HOPPER, 2e-2, dtype=dtype)
     assert [call["paged"] for call in fakes["flash_attn"].calls] == [False]

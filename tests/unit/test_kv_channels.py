@@ -77,6 +77,6 @@ def test_levels_are_as_far_apart_as_said() -> None:
 def test_bytes_are_those_of_a_cache() -> None:
     spec = read_spec(BUNDLED_MODEL)
     heads = sum(shape.num_heads for layer in spec.attending if (shape := spec.cache_shape(layer)) is not None)
-    ours = next(iter(forms(16).values()))
-    taken = kv_bytes_per_token(spec, ["int4"] * spec.num_layers)
+    ours = forms(16)["keys by channel (kivi4)"]
+    taken = kv_bytes_per_token(spec, ["kivi4"] * spec.num_layers)
     assert heads * ours.bytes_of(spec.query_key_dim) == taken

@@ -26,16 +26,13 @@ from tests.kernels.native.conftest import PRODUCT_LEVELS
 
 MORE_HEADS = [*HEADS, (3, 3, 21), (16, 8, 128), (7, 1, 96), (3, 1, 64), (4, 1, 128)]
 # Queries and weights are rounded to bfloat16 where pairs of those are multiplied, and to levels of 16 bits
-# over an int8 or int4 cache. The reference computes in float32 from the same cache.
+# over an int8 or kivi4 cache. The reference computes in float32 from the same cache.
 TOLERANCES = {
     torch.float32: 3e-6,
     torch.bfloat16: 2e-2,
     torch.int8: 1e-4,
-    torch.int4: 1e-4,
     torch.float8_e4m3fn: 3e-6,
 }
-# Four bits hold no latent keys.
-LATENT = [dtype for dtype in TOLERANCES if dtype != torch.int4]
 FLOAT32_TOLERANCE = 3e-6
 Make = Callable[..., NativeAttention]
 
@@ -100,7 +97,7 @@ def test_few_rows_of_several_heads(
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 40])
-@pytest.mark.parametrize("dtype", LATENT)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_keys_that_hold_the_value(attention: Make, num_heads: int, dtype: torch.dtype) -> None:
     """Latent attention: one kv head, the value is the first part of the key; small blocks."""
     heads = (num_heads, 1, 152)

@@ -56,9 +56,7 @@ def test_half_precision_over_other_heads(
     check_half(draw(lengths, new, heads, dtype=torch.bfloat16, q_dtype=torch.bfloat16), device=device)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.int4, "kivi4"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, "kivi4"])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, *([torch.float16] if INTERPRETED else [])])
 @pytest.mark.parametrize(("lengths", "new"), [([300, 40], [1, 40])] if INTERPRETED else GPU_SHAPES)
 def test_queries_of_two_bytes(
@@ -68,7 +66,7 @@ def test_queries_of_two_bytes(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, queries are narrower")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int4, "kivi4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, "kivi4"])
 @pytest.mark.parametrize("dim", [16, 24])
 def test_caches_of_other_types(device: torch.device, dtype: Any, dim: int) -> None:
     check(draw([300, 20], [1, 20], (4, 2, dim), dtype=dtype), TOLERANCE, device=device)
@@ -88,7 +86,7 @@ def test_keys_by_channel(
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.int4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_prompts_over_blocks_that_are_copied_whole(
     device: torch.device, dtype: torch.dtype, window: int | None
 ) -> None:

@@ -21,7 +21,7 @@ TABLE = ROOT / "benchmarks/results/kernels_compiled_ahead.json"
 CHOSEN = (
     *(
         "llama, bfloat16 over bfloat16, blocks of 64",
-        "captured llama, bfloat16 over int4",
+        "captured llama, bfloat16 over kivi4",
         "rope and store, kivi4",
         "W4A16, 5 rows",
         "W4A16, 1000 rows",

@@ -187,7 +187,7 @@ def test_fp8_checkpoints_stay_fp8(tmp_path: Path, blocked: bool, hidden: int) ->
 
 @pytest.mark.parametrize(
     "cache",
-    [{"kv_dtype": "fp8"}, {"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}}],
+    [{"kv_dtype": "fp8"}, {"kv_dtype": "kivi4", "kv_dtype_layers": {"0": "int8"}, "block_size": 64}],
     ids=["fp8", "mixed"],
 )
 def test_quantized_caches(tmp_path: Path, cache: dict[str, object]) -> None:

@@ -24,8 +24,8 @@ def test_the_defaults_are_valid() -> None:
         ({"scheduler": {"watermark": 0.9}}, "watermark"),
         ({"scheduler": {"max_preemptions": 0}}, "max_preemptions"),
         ({"cache": {"block_size": 0}}, "cache.block_size"),
-        ({"cache": {"kv_dtype": "int3"}}, "kv_dtype"),
-        ({"cache": {"kv_dtype_layers": {"0": "int3"}}}, r"kv_dtype_layers.*expected one of auto, .*int4"),
+        ({"cache": {"kv_dtype": "int4"}}, r"kv_dtype: .*'int4'; expected one of auto, .*kivi4"),
+        ({"cache": {"kv_dtype_layers": {"0": "int4"}}}, r"kv_dtype_layers.*expected one of auto, .*kivi4"),
         (
             {"make": "vllm", "cache": {"kv_dtype_layers": {"0": "int8"}}},
             r"cache\.kv_dtype_layers: .*kv_cache_dtype_skip_layers",

@@ -110,22 +110,23 @@ def test_sequences_behind_a_window_hold_what_the_plan_says(tmp_path: Path) -> No
         assert decoding_blocks(asked, make_plan(asked)) == expected, window
 
 
-def test_four_bits_take_a_quarter_and_two_scales(tmp_path: Path) -> None:
+def test_four_bits_take_a_quarter_and_what_they_stand_for(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", head_dim=64)
     spec = read_spec(tmp_path)
     elements = sum(shape.elements for shape in spec.cache_shapes)
-    scales = sum(8 * shape.num_heads for shape in spec.cache_shapes)
-    assert kv_bytes_per_token(spec, "int4") == elements // 2 + scales
-    assert kv_bytes_per_token(spec, "bfloat16") > 3.5 * kv_bytes_per_token(spec, "int4")
+    # A scale of the value; of a block of 64 a middle and half a step of each channel.
+    others = sum(shape.num_heads * (4 + 64 * 4 // 64) for shape in spec.cache_shapes)
+    assert kv_bytes_per_token(spec, "kivi4") == elements // 2 + others
+    assert kv_bytes_per_token(spec, "bfloat16") > 3.5 * kv_bytes_per_token(spec, "kivi4")
 
 
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("deepseek", "'int4' does not go with DeepseekV3ForCausalLM, whose latent vectors"),
+        ("deepseek", "'kivi4' does not go with DeepseekV3ForCausalLM, whose latent vectors"),
         (
             "odd heads",
-            "'int4' does not go with LlamaForCausalLM, whose heads of 20 elements are no multiple of 8",
+            "'kivi4' does not go with LlamaForCausalLM, whose heads of 24 elements are no multiple of 16",
         ),
     ],
 )
@@ -133,8 +134,8 @@ def test_what_four_bits_cannot_hold_is_refused_by_name(family: str, words: str, 
     if family == "deepseek":
         make_checkpoint(tmp_path, "deepseek_v3", **LATENT_SIZES)
     else:
-        make_checkpoint(tmp_path, "llama", head_dim=20)
-    config = EngineConfig(cache=CacheConfig(kv_dtype="int4"))
+        make_checkpoint(tmp_path, "llama", head_dim=24)
+    config = EngineConfig(cache=CacheConfig(kv_dtype="kivi4"))
     asked = plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
     with pytest.raises(ConfigError, match=re.escape(words)) as refused:
         make_plan(asked)
@@ -165,7 +166,7 @@ def test_configured_size_is_taken() -> None:
     assert 0 <= (100 << 20) - plan.kv_cache_bytes < plan.block_size * plan.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
     runner, plan, facts = build_here(config, BUNDLED, lambda phase, part: None)

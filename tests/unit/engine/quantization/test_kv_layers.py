@@ -18,6 +18,7 @@ from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.prefix_disk.build import fingerprint
 from engine.runner.runner import ModelRunner
+from kernels.paged_cache.host import KEY_GROUP
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -33,7 +34,8 @@ GEMMA4: dict[str, Any] = {
     "num_kv_shared_layers": 0,
 }
 SHARED = {"num_hidden_layers": 4, "layer_types": 2 * GEMMA4["layer_types"], "num_kv_shared_layers": 2}
-MIXED: dict[str, Any] = {"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}}
+MIXED: dict[str, Any] = {"kv_dtype": "fp8", "kv_dtype_layers": {"0": "int8"}}
+FOUR: dict[str, Any] = {"kv_dtype": "kivi4", "block_size": KEY_GROUP}
 
 
 @pytest.fixture(scope="module")
@@ -58,33 +60,33 @@ def written(folder: Path, cache: dict[str, Any], native: str) -> list[list[bytes
 @pytest.mark.parametrize("native", ["required", "off"])
 def test_each_layer_keeps_its_own_type(folder: Path, native: str) -> None:
     """What a layer writes depends on those before it, and on its own type."""
-    all8, all4, mixed, other, named = (
+    integers, floats, mixed, other, named = (
         written(folder, cache, native)
         for cache in (
             {"kv_dtype": "int8"},
-            {"kv_dtype": "int4"},
+            {"kv_dtype": "fp8"},
             MIXED,
-            {"kv_dtype": "int4", "kv_dtype_layers": {"1": "auto"}},
-            {"kv_dtype": "fp8", "kv_dtype_layers": {"0-1": "int4"}},
+            {"kv_dtype": "fp8", "kv_dtype_layers": {"1": "auto"}},
+            {"kv_dtype": "int8", "kv_dtype_layers": {"0-1": "fp8"}},
         )
     )
-    assert named == all4
-    assert (mixed[0], other[0]) == (all8[0], all4[0])
-    # Keys of four bits take half; behind other keys they are others.
-    assert list(map(len, mixed[1])) == list(map(len, all4[1]))
-    assert mixed[1] != all4[1]
-    assert len(other[1][0]) == 8 * len(all4[1][0])
+    assert named == floats
+    assert (mixed[0], other[0]) == (integers[0], floats[0])
+    # Behind other keys they are others.
+    assert list(map(len, mixed[1])) == list(map(len, floats[1]))
+    assert mixed[1] != floats[1]
+    assert len(other[1][0]) == 4 * len(floats[1][0])
 
 
 def test_native_kernels_read_what_torch_reads(folder: Path) -> None:
     prompt = prompt_of(60, 199)
     ours, theirs = (scored(folder, native, prompt, MIXED) for native in ("required", "off"))
-    assert mean_difference(ours, theirs) < COSTS["int4"] / 5
-    assert mean_difference(ours, scored(folder, "required", prompt, {"kv_dtype": "int4"})) > 0
+    assert mean_difference(ours, theirs) < COSTS["fp8"] / 5
+    assert mean_difference(ours, scored(folder, "required", prompt, {"kv_dtype": "fp8"})) > 0
 
 
 @pytest.mark.parametrize("native", ["required", "off"])
-@pytest.mark.parametrize("form", [{"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"kv_dtype": "int4"}, MIXED])
+@pytest.mark.parametrize("form", [{"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, MIXED])
 def test_preempted_answers_come_back_from_the_host(folder: Path, form: dict[str, Any], native: str) -> None:
     def answered(num_blocks: int, host_blocks: int) -> tuple[dict[tuple[int, int], list[int]], int]:
         cache = form | {"host_bytes": host_blocks * per_block}
@@ -110,17 +112,18 @@ def test_a_plan_counts_each_layer_and_says_what_they_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers = {"0-1": "int8", "4": "auto"}
-    plan = make_plan(given(EngineConfig(cache=CacheConfig(kv_dtype="int4", kv_dtype_layers=layers))))  # type: ignore[arg-type]
+    plan = make_plan(given(EngineConfig(cache=CacheConfig(**FOUR, kv_dtype_layers=layers))))  # type: ignore[arg-type]
     spec = given().spec
     shares = {
         "int8": (kv_bytes_per_token(spec, "int8", (0, 1)), "0-1"),
-        "int4": (kv_bytes_per_token(spec, "int4", (2, 3, 5)), "2-3, 5"),
+        "kivi4": (kv_bytes_per_token(spec, "kivi4", (2, 3, 5)), "2-3, 5"),
         "float32": (kv_bytes_per_token(spec, "float32", (4,)), "4"),
     }
     assert plan.kv_bytes_per_token == sum(taken for taken, _ in shares.values())
     path = tmp_path / "config.toml"
     path.write_text(
-        f'[model]\npath = "{BUNDLED.path}"\n[engine]\ndevice = "cpu"\n[engine.cache]\nkv_dtype = "int4"\n'
+        f'[model]\npath = "{BUNDLED.path}"\n[engine]\ndevice = "cpu"\n[engine.cache]\nkv_dtype = "kivi4"\n'
+        "block_size = 64\n"
         'kv_dtype_layers = {"0-1" = "int8", "4" = "auto"}\n'
     )
     assert print_plan(["--config", str(path), "--json"]) == 0
@@ -129,7 +132,7 @@ def test_a_plan_counts_each_layer_and_says_what_they_take(
     assert print_plan(["--config", str(path)]) == 0
     table = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "int8 in layers 0-1" in table
-    assert "B int4 in layers 2-3, 5" in table
+    assert "B kivi4 in layers 2-3, 5" in table
 
 
 def test_window_blocks_take_what_their_layers_do(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_only_engines_of_the_same_choice_exchange_blocks() -> None:
 
     first = built(MIXED | {"kv_dtype_layers": {"0-1": "int8"}})
     assert built(MIXED | {"kv_dtype_layers": {"1": "int8", "0": "int8"}}) == first
-    assert built({"kv_dtype": "int8", "kv_dtype_layers": {"2-5": "int4"}}) == first
+    assert built({"kv_dtype": "int8", "kv_dtype_layers": {"2-5": "fp8"}}) == first
     assert built(MIXED | {"kv_dtype_layers": {"0": "int8", "2": "int8"}}) != first
     assert built(MIXED) != first
 
@@ -169,10 +172,10 @@ def test_only_engines_of_the_same_choice_exchange_blocks() -> None:
         ("llama", {"1-0": "int8"}, r"'1-0' is no layer"),
         (
             "odd",
-            {"1": "int4"},
-            r"'1' = 'int4' does not go with Llama.*, whose heads of 20 .*; set it to",
+            {"1": "kivi4"},
+            r"'1' = 'kivi4' does not go with Llama.*, whose heads of 20 .*; set it to",
         ),
-        ("latent", {"0": "int4"}, r"'0' = 'int4' does not go with Deepseek.*, whose latent vectors"),
+        ("latent", {"0": "kivi4"}, r"'0' = 'kivi4' does not go with Deepseek.*, whose latent vectors"),
         ("state", {"0-1": "int8"}, r"'0-1': layer 0 of Lfm2\w+ keeps no keys and values; leave it out"),
         (
             "shared",
@@ -199,14 +202,14 @@ def test_what_a_layer_cannot_have_is_refused_by_name(
 
 
 def test_layers_of_their_own_type_need_not_hold_the_others(tmp_path: Path) -> None:
-    """Heads of 24 take four bits, those of 20 do not: nobody asks the layer that has eight."""
-    make_checkpoint(tmp_path, "gemma4_text", **GEMMA4 | {"head_dim": 24, "global_head_dim": 20})
+    """Heads of 32 take four bits, those of 24 do not: nobody asks the layer that has eight."""
+    make_checkpoint(tmp_path, "gemma4_text", **GEMMA4 | {"head_dim": 32, "global_head_dim": 24})
     model = ModelConfig(path=str(tmp_path))
     for layers, fits in (({}, False), ({"0": "int8"}, False), ({"1": "int8"}, True)):
-        config = EngineConfig(cache=CacheConfig(kv_dtype="int4", kv_dtype_layers=layers))
+        config = EngineConfig(cache=CacheConfig(**FOUR, kv_dtype_layers=layers))
         asked = plan_input(config, model, device="cpu", available_bytes=8 * GIB)
         if fits:
             assert make_plan(asked).num_blocks > 0
         else:
-            with pytest.raises(ConfigError, match=r"kv_dtype = 'int4' .* heads of 20 elements"):
+            with pytest.raises(ConfigError, match=r"kv_dtype = 'kivi4' .* heads of 24 elements"):
                 make_plan(asked)

@@ -26,7 +26,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "int8 cache":
         runner = open_runner(folder, cache={"kv_dtype": "int8"})
     elif request.param == "mixed cache":
-        runner = open_runner(folder, cache={"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}})
+        runner = open_runner(folder, cache={"kv_dtype": "fp8", "kv_dtype_layers": {"0": "int8"}})
     else:
         runner = open_runner(folder, dtype=request.param)
     yield runner

@@ -125,7 +125,7 @@ def opened(folder: Path, **options: object) -> ModelRunner:
     "options",
     [
         {"cache": {"block_size": 4}},
-        {"cache": {"block_size": 4, "kv_dtype": "int4", "kv_dtype_layers": {"0": "int8"}}},
+        {"cache": {"block_size": 4, "kv_dtype": "fp8", "kv_dtype_layers": {"0": "int8"}}},
         {"cache": {"block_size": 16, "kv_dtype": "fp8"}},
         {"cache": {"block_size": 8}, "dtype": "bfloat16"},
         {"cache": {"block_size": 64, "kv_dtype": "kivi4", "kv_dtype_layers": {"1": "int8"}}},

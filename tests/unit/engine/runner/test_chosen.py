@@ -269,7 +269,7 @@ def test_what_was_not_chosen_is_measured(
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "fp8"])
 def test_tokens_are_copied_as_they_are_stored(form: str, is_native: bool) -> None:
     """With their scales, where they have some."""
     kept = KeptBlocks.of(Retention(policy="h2o", window_tokens=1), 101, BLOCK)

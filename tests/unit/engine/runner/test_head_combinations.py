@@ -355,7 +355,7 @@ def test_answers_that_forget_look_at_the_same_blocks(
     assert_equal(drafting, plain, requests, num_blocks=70, max_num_seqs=5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "kivi4"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "kivi4"])
 def test_keys_and_values_of_few_bits_are_those_without_drafts(
     target_folder: Path, trained_head: Callable[..., Path], lessons: list[Lesson], kind: str
 ) -> None:

@@ -26,8 +26,7 @@ from tests.unit.engine.runner.test_prefix_peers import FORM, SOURCE, TICKET, Sid
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "fp8": {"kv_dtype": "fp8"},
-    "int4": {"kv_dtype": "int4"},
-    "each": {"kv_dtype": "int4", "kv_dtype_layers": {"0": "int8", "1": "fp8", "2": "auto"}},
+    "each": {"kv_dtype": "int8", "kv_dtype_layers": {"1": "fp8", "2": "auto"}},
 }
 # Whose whole blocks are longer.
 BY_CHANNEL = {"kv_dtype": "kivi4", "block_size": 64}

@@ -178,7 +178,7 @@ def test_experts_apart_have_the_bits_of_one_process(options: dict[str, Any], tmp
 def test_a_stage_takes_the_types_of_its_own_layers(tmp_path: Path) -> None:
     """Of keys and values; the second stage has the last two layers, which it numbers from 0."""
     make_checkpoint(tmp_path, "llama", num_hidden_layers=3, head_dim=16)
-    cache = {"kv_dtype": "int4", "kv_dtype_layers": {"1": "int8"}}
+    cache = {"kv_dtype": "fp8", "kv_dtype_layers": {"1": "int8"}}
     alone = bits(answers(open_runner(tmp_path, native="required", cache=cache), num_tokens=4))
     assert bits(answers(shared(tmp_path, 1, 1, 2, cache=cache), num_tokens=4)) == alone
     cache["kv_dtype_layers"] = {"2": "int8"}

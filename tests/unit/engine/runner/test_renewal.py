@@ -102,7 +102,7 @@ def test_a_model_that_has_learned_its_positions_has_streams(tmp_path: Path) -> N
     check_greedy(model, tokens)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_every_form_of_keys_has_streams(tmp_path: Path, kv_dtype: str) -> None:
     """They go on as a request does whose prompt is what they take along."""
     make_checkpoint(tmp_path, "llama", head_dim=16)

@@ -23,8 +23,9 @@ PROMPT = [100 + (7 * each) % 190 for each in range(200)]
 NUM_CACHED = 192
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EACH_FORM = {
-    "cache__kv_dtype": "int4",
+    "cache__kv_dtype": "kivi4",
     "cache__kv_dtype_layers": '{"0" = "int8", "1" = "fp8", "2" = "auto"}',
+    "cache__block_size": "64",
 }
 
 
@@ -71,7 +72,7 @@ async def test_an_engine_that_starts_again_finds_the_prefix(tmp_path: Path, form
         assert cached == 0
     async with start_engine(BASE, **asked) as engine:
         assert await ask(engine) == (expected, NUM_CACHED)
-        await until(engine, "read", NUM_CACHED / 16)
+        await until(engine, "read", NUM_CACHED / int(form.get("cache__block_size", "16")))
         # Another tenant's salt finds nothing, and gets the same answer.
         assert await ask(engine, salt=b"umbrella") == (expected, 0)
         books = await engine.wait_until_idle()
