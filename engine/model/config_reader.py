@@ -65,6 +65,13 @@ class ConfigReader:
         kept = {key: value for key, value in self.values.items() if key not in keys}
         return self.having(kept)
 
+    def turning_whole(self) -> ConfigReader:
+        """The same without a share of heads that turns, where a share says nothing of what is turned."""
+        given = {key: self._table(key) for key in ("rope_parameters", "rope_scaling") if self.values.get(key)}
+        for rotation in given.values():
+            rotation.pop("partial_rotary_factor", None)
+        return self.having({**self.values, **given}).without("partial_rotary_factor")
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; null counts as absent."""
         value: int = self._typed(key, default, int, "a whole number")
@@ -156,11 +163,12 @@ class ConfigReader:
         *,
         layer_type: str = "",
         default_theta: float = 10_000.0,
-        default_partial: float = 1.0,
+        default_partial: float | None = None,
     ) -> RopeSpec:
         """The rotation of one kind of layer, from `rope_parameters` (flat, or nested by layer type) or from
-        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`. Raises
-        CheckpointError naming both keys where they contradict each other.
+        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`, which a family
+        without a default does not have, since transformers turns its heads whole then and others do not.
+        Raises CheckpointError naming both keys where they contradict each other.
         """
         defaults = (default_theta, default_partial)
         found = {}
@@ -188,7 +196,7 @@ class ConfigReader:
         key: str,
         given: dict[str, Any],
         rotary_dim: int,
-        defaults: tuple[float, float],
+        defaults: tuple[float, float | None],
         *,
         is_nested: bool,
     ) -> RopeSpec:
@@ -226,7 +234,12 @@ class ConfigReader:
                     "other; leave one out"
                 )
             parameters["original_max_position_embeddings"] = original
-        share = defaults[1] if partial is None else partial
+        share = (defaults[1] or 1.0) if partial is None else partial
+        if share < 1 and defaults[1] is None and kinds[0] != "proportional" and not self.is_whole:
+            raise CheckpointError(
+                f"{self.source}: partial_rotary_factor = {share!r} is not supported, as this architecture "
+                "turns whole heads; leave it out if the model was trained so"
+            )
         if kinds[0] == "proportional":
             # Of all pairs of the head some stand still.
             parameters["turning_share"], share = share, 1.0

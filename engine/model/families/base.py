@@ -65,6 +65,9 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "windows": (None,) * num_layers,
         "attention_scale": head_dim**-0.5,
     }
+    if fields["intermediate_size"] < 1 and overrides.get("feed_forward_layers") != ():
+        # Refused by its name.
+        config.count("intermediate_size")
     if "ropes" not in overrides:
         fields["ropes"] = (config.rope(head_dim),)
     fields |= overrides
@@ -121,7 +124,9 @@ def layer_norms(config: ConfigReader, key: str = "layer_norm_eps", *, bias: bool
 
 
 def some_rotate(rope: RopeSpec, rotates: Sequence[bool]) -> dict[str, Any]:
-    """Layers of which some do not turn queries and keys."""
+    """Layers of which some, or all, do not turn queries and keys."""
+    if not any(rotates):
+        return {"ropes": (unturned(rope),), "rope_of_layer": (0,) * len(rotates)}
     return {
         "ropes": (rope,) if all(rotates) else (rope, unturned(rope)),
         "rope_of_layer": tuple(0 if turns else 1 for turns in rotates),
@@ -195,7 +200,7 @@ def ropes_by_kind(
     windows: Sequence[int | None],
     *,
     thetas: tuple[float, float] = (10_000.0, 10_000.0),
-    partials: tuple[float, float] = (1.0, 1.0),
+    partials: tuple[float | None, float | None] = (None, None),
 ) -> dict[str, Any]:
     """A rotation of layers that look at everything, and one of those with a window; both have defaults in
     that order.

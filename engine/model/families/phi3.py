@@ -15,7 +15,9 @@ def read(config: ConfigReader) -> ModelSpec:
     stated = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if "original_max_position_embeddings" not in stated:
         config = config.completed(original_max_position_embeddings=4096)
-    rope = config.rope(config.count("hidden_size") // config.count("num_attention_heads"))
+    rope = config.rope(
+        config.count("hidden_size") // config.count("num_attention_heads"), default_partial=1.0
+    )
     if rope.kind in ("su", "yarn"):
         rope = msgspec.structs.replace(rope, kind="longrope")
     return decoder_spec(
