@@ -65,13 +65,54 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
         "windows": (None,) * num_layers,
         "attention_scale": head_dim**-0.5,
     }
-    if fields["intermediate_size"] < 1 and overrides.get("feed_forward_layers") != ():
-        # Refused by its name.
-        config.count("intermediate_size")
     if "ropes" not in overrides:
         fields["ropes"] = (config.rope(head_dim),)
     fields |= overrides
-    return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+    spec = ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+    _refuse_impossible(config.source, spec)
+    return spec
+
+
+def _refuse_impossible(source: str, spec: ModelSpec) -> None:
+    """Sizes that tensors agree with, and that nothing can be computed by."""
+    if spec.intermediate_size < 1 and spec.feed_forward_layers != ():
+        raise CheckpointError(
+            f"{source}: intermediate_size leaves {spec.intermediate_size} elements of a feed-forward"
+        )
+    least = min((window for window in spec.windows if window is not None), default=1)
+    if least < 1:
+        raise CheckpointError(
+            f"{source}: sliding_window = {least} is no number of tokens; null is a layer that looks at all"
+        )
+    turned = {rope.rotary_dim for rope in spec.ropes}
+    heads = spec.layer_heads or (spec.heads_of(0),)
+    part = {"qk_rope_head_dim": spec.latent.rope_dim} if spec.latent else {}
+    for name, size in part.items() or [("head_dim", each.head_dim) for each in heads]:
+        if size % 2 and size in turned:
+            raise CheckpointError(f"{source}: {name} = {size} is odd, and heads turn by pairs of elements")
+    experts = spec.experts
+    if experts is None or not experts.layers:
+        return
+    if not 1 <= experts.num_active <= experts.num_experts:
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {experts.num_active} is not a number from 1 to the "
+            f"{experts.num_experts} experts that there are"
+        )
+    groups, smallest = experts.num_groups, 2 if experts.group_score == "two_best" else 1
+    if groups > 1 and (experts.num_experts % groups or experts.num_experts // groups < smallest):
+        raise CheckpointError(
+            f"{source}: n_group = {groups} does not divide {experts.num_experts} experts into groups of "
+            f"{smallest} or more"
+        )
+    if groups and not 1 <= experts.num_active_groups <= groups:
+        raise CheckpointError(
+            f"{source}: topk_group = {experts.num_active_groups} is not a number from 1 to n_group = {groups}"
+        )
+    if groups and experts.num_active > (open_ := experts.num_active_groups * (experts.num_experts // groups)):
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {experts.num_active} is more than the {open_} experts of "
+            f"topk_group = {experts.num_active_groups} groups"
+        )
 
 
 # Tokens of a context of models that know no positions and declare no length, and the most that may be asked.
