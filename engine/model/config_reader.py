@@ -10,8 +10,10 @@ from typing import Any
 
 from engine.model.spec import ROPE_KINDS, CheckpointError, RopeSpec
 
-# Beyond any model's layers, heads and widths; more is a damaged file.
+# Beyond any model's heads and widths, and beyond its layers, which are listed one by one; more is a damaged
+# file.
 LARGEST_COUNT = 1 << 31
+_LARGEST = {"num_hidden_layers": 1 << 14}
 MAX_FLOAT = sys.float_info.max
 # Numbers of a rotation that older configurations have beside its other parameters.
 _RENAMED = {"su": "longrope", "mrope": "default"}
@@ -79,9 +81,9 @@ class ConfigReader:
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of something that a model has at least one of."""
-        value = self.integer(key, default)
-        if not 1 <= value <= LARGEST_COUNT:
-            raise CheckpointError(f"{self.source}: {key} = {value} is not a number from 1 to {LARGEST_COUNT}")
+        value, largest = self.integer(key, default), _LARGEST.get(key, LARGEST_COUNT)
+        if not 1 <= value <= largest:
+            raise CheckpointError(f"{self.source}: {key} = {value} is not a number from 1 to {largest}")
         return value
 
     def integer_of(self, *keys: str) -> int:
