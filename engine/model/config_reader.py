@@ -69,7 +69,7 @@ class ConfigReader:
 
     def turning_whole(self) -> ConfigReader:
         """The same without a share of heads that turns, where a share says nothing of what is turned."""
-        given = {key: self._table(key) for key in ("rope_parameters", "rope_scaling") if self.values.get(key)}
+        given = {key: self.table(key) for key in ("rope_parameters", "rope_scaling") if self.values.get(key)}
         for rotation in given.values():
             rotation.pop("partial_rotary_factor", None)
         return self.having({**self.values, **given}).without("partial_rotary_factor")
@@ -175,7 +175,7 @@ class ConfigReader:
         defaults = (default_theta, default_partial)
         found = {}
         for key in ("rope_parameters", "rope_scaling"):
-            given = self._table(key)
+            given = self.table(key)
             is_nested = bool(layer_type) and isinstance(given.get(layer_type), Mapping)
             if given:
                 given = dict(given[layer_type]) if is_nested else given
@@ -187,7 +187,8 @@ class ConfigReader:
             self._refuse_difference(first, other)
         return first
 
-    def _table(self, key: str) -> dict[str, Any]:
+    def table(self, key: str) -> dict[str, Any]:
+        """A table of keys; empty when absent or null."""
         value = self.values.get(key) or {}
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.source}: {key} = {value!r} is not a table of keys")
