@@ -10,8 +10,10 @@ from typing import Any
 
 from engine.model.spec import ROPE_KINDS, CheckpointError, RopeSpec
 
-# Beyond any model's layers, heads and widths; more is a damaged file.
+# Beyond any model's heads and widths, and beyond its layers, which are listed one by one; more is a damaged
+# file.
 LARGEST_COUNT = 1 << 31
+_LARGEST = {"num_hidden_layers": 1 << 14}
 MAX_FLOAT = sys.float_info.max
 # Numbers of a rotation that older configurations have beside its other parameters.
 _RENAMED = {"su": "longrope", "mrope": "default"}
@@ -65,6 +67,13 @@ class ConfigReader:
         kept = {key: value for key, value in self.values.items() if key not in keys}
         return self.having(kept)
 
+    def turning_whole(self) -> ConfigReader:
+        """The same without a share of heads that turns, where a share says nothing of what is turned."""
+        given = {key: self.table(key) for key in ("rope_parameters", "rope_scaling") if self.values.get(key)}
+        for rotation in given.values():
+            rotation.pop("partial_rotary_factor", None)
+        return self.having({**self.values, **given}).without("partial_rotary_factor")
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; null counts as absent."""
         value: int = self._typed(key, default, int, "a whole number")
@@ -72,9 +81,9 @@ class ConfigReader:
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of something that a model has at least one of."""
-        value = self.integer(key, default)
-        if not 1 <= value <= LARGEST_COUNT:
-            raise CheckpointError(f"{self.source}: {key} = {value} is not a number from 1 to {LARGEST_COUNT}")
+        value, largest = self.integer(key, default), _LARGEST.get(key, LARGEST_COUNT)
+        if not 1 <= value <= largest:
+            raise CheckpointError(f"{self.source}: {key} = {value} is not a number from 1 to {largest}")
         return value
 
     def integer_of(self, *keys: str) -> int:
@@ -156,16 +165,17 @@ class ConfigReader:
         *,
         layer_type: str = "",
         default_theta: float = 10_000.0,
-        default_partial: float = 1.0,
+        default_partial: float | None = None,
     ) -> RopeSpec:
         """The rotation of one kind of layer, from `rope_parameters` (flat, or nested by layer type) or from
-        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`. Raises
-        CheckpointError naming both keys where they contradict each other.
+        `rope_theta` and `rope_scaling`. `rotary_dim` is before a `partial_rotary_factor`, which a family
+        without a default does not have, since transformers turns its heads whole then and others do not.
+        Raises CheckpointError naming both keys where they contradict each other.
         """
         defaults = (default_theta, default_partial)
         found = {}
         for key in ("rope_parameters", "rope_scaling"):
-            given = self._table(key)
+            given = self.table(key)
             is_nested = bool(layer_type) and isinstance(given.get(layer_type), Mapping)
             if given:
                 given = dict(given[layer_type]) if is_nested else given
@@ -177,7 +187,8 @@ class ConfigReader:
             self._refuse_difference(first, other)
         return first
 
-    def _table(self, key: str) -> dict[str, Any]:
+    def table(self, key: str) -> dict[str, Any]:
+        """A table of keys; empty when absent or null."""
         value = self.values.get(key) or {}
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.source}: {key} = {value!r} is not a table of keys")
@@ -188,7 +199,7 @@ class ConfigReader:
         key: str,
         given: dict[str, Any],
         rotary_dim: int,
-        defaults: tuple[float, float],
+        defaults: tuple[float, float | None],
         *,
         is_nested: bool,
     ) -> RopeSpec:
@@ -226,7 +237,12 @@ class ConfigReader:
                     "other; leave one out"
                 )
             parameters["original_max_position_embeddings"] = original
-        share = defaults[1] if partial is None else partial
+        share = (defaults[1] or 1.0) if partial is None else partial
+        if share < 1 and defaults[1] is None and kinds[0] != "proportional" and not self.is_whole:
+            raise CheckpointError(
+                f"{self.source}: partial_rotary_factor = {share!r} is not supported, as this architecture "
+                "turns whole heads; leave it out if the model was trained so"
+            )
         if kinds[0] == "proportional":
             # Of all pairs of the head some stand still.
             parameters["turning_share"], share = share, 1.0

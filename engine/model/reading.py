@@ -22,8 +22,9 @@ from engine.model.per_layer import read_table
 from engine.model.pooled_heads import read_heads
 from engine.model.records import Linear, ModelRecord, Norm
 from engine.model.rope import query_scales, rope_table
-from engine.model.spec import NEVER_DRAWN, ModelSpec
+from engine.model.spec import NEVER_DRAWN, CheckpointError, ModelSpec
 from engine.model.weights import Progress, WeightReader
+from engine.quantization.scheme import FLOAT_TYPES
 from kernels.linear.native import NativePacker, packed_by
 from kernels.linear.parts import pack_any
 from kernels.selection import Kernels, torch_kernels
@@ -179,11 +180,30 @@ def _read_head(
     rows = weights.shard.vocabulary(spec.vocab_size)
     if spec.tied_embeddings:
         weights.discard("lm_head.weight")
+        _refuse_other_head(weights, embedding[rows], rows)
         head = weights.tied_head("model.embed_tokens", shape, embedding, rows)
     else:
         head = weights.head("lm_head", shape, rows)
     bias = _head_bias(weights, spec)
     return Linear(weight=head, bias=None if bias is None else bias[rows])
+
+
+def _refuse_other_head(weights: WeightReader, embedding: Tensor, rows: slice) -> None:
+    """A head that is stored beside the embedding, which it is said to be, has to be the same: transformers
+    would compute with the head.
+    """
+    name = "lm_head.weight"
+    if weights.element_type(name) not in FLOAT_TYPES:
+        return
+    stored = weights.stored(name)
+    part = stored[rows] if weights.shard.size == 1 else stored
+    # Rows at a time, which a file that is mapped gives without a copy of the whole.
+    pairs = zip(part.split(4096), embedding.split(4096), strict=False)
+    if part.shape != embedding.shape or not all(torch.equal(a.to(b.dtype), b) for a, b in pairs):
+        raise CheckpointError(
+            f"{weights.folder}: {weights.headers[name].stored_name or name} is not the embedding, though "
+            "config.json has tie_word_embeddings = true; set that to false to serve the head that is stored"
+        )
 
 
 def _head_bias(weights: WeightReader, spec: ModelSpec) -> Tensor | None:

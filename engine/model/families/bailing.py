@@ -29,7 +29,8 @@ _NAMES = (
 @family("BailingHybridForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Ling-3.0-Flash; layers attend at the end of each group."""
-    config = config.aliased(**OWN_KEYS)
+    # What turns is a part by itself, of `qk_rope_head_dim`, whatever share of a head its checkpoints name.
+    config = config.aliased(**OWN_KEYS).turning_whole()
     if not config.values.get("rope_parameters"):
         config = ConfigReader({"rope_theta": 6_000_000.0, **config.values}, config.source)
     num_layers, every = config.count("num_hidden_layers"), config.count("layer_group_size", 6)

@@ -68,7 +68,51 @@ def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides
     if "ropes" not in overrides:
         fields["ropes"] = (config.rope(head_dim),)
     fields |= overrides
-    return ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+    spec = ModelSpec(**fields, max_positions=fields["ropes"][0].usable_positions)
+    _refuse_impossible(config.source, spec)
+    return spec
+
+
+def _refuse_impossible(source: str, spec: ModelSpec) -> None:
+    """Sizes that tensors agree with, and that nothing can be computed by."""
+    if spec.intermediate_size < 1 and spec.feed_forward_layers != ():
+        raise CheckpointError(
+            f"{source}: intermediate_size leaves {spec.intermediate_size} elements of a feed-forward"
+        )
+    least = min((window for window in spec.windows if window is not None), default=1)
+    if least < 1:
+        raise CheckpointError(
+            f"{source}: sliding_window = {least} is no number of tokens; null is a layer that looks at all"
+        )
+    turned = {rope.rotary_dim for rope in spec.ropes}
+    heads = spec.layer_heads or (spec.heads_of(0),)
+    part = {"qk_rope_head_dim": spec.latent.rope_dim} if spec.latent else {}
+    for name, size in part.items() or [("head_dim", each.head_dim) for each in heads]:
+        if size % 2 and size in turned:
+            raise CheckpointError(f"{source}: {name} = {size} is odd, and heads turn by pairs of elements")
+    experts = spec.experts
+    if experts is None or not experts.layers:
+        return
+    if not 1 <= experts.num_active <= experts.num_experts:
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {experts.num_active} is not a number from 1 to the "
+            f"{experts.num_experts} experts that there are"
+        )
+    groups, smallest = experts.num_groups, 2 if experts.group_score == "two_best" else 1
+    if groups > 1 and (experts.num_experts % groups or experts.num_experts // groups < smallest):
+        raise CheckpointError(
+            f"{source}: n_group = {groups} does not divide {experts.num_experts} experts into groups of "
+            f"{smallest} or more"
+        )
+    if groups and not 1 <= experts.num_active_groups <= groups:
+        raise CheckpointError(
+            f"{source}: topk_group = {experts.num_active_groups} is not a number from 1 to n_group = {groups}"
+        )
+    if groups and experts.num_active > (open_ := experts.num_active_groups * (experts.num_experts // groups)):
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {experts.num_active} is more than the {open_} experts of "
+            f"topk_group = {experts.num_active_groups} groups"
+        )
 
 
 # Tokens of a context of models that know no positions and declare no length, and the most that may be asked.
@@ -121,7 +165,9 @@ def layer_norms(config: ConfigReader, key: str = "layer_norm_eps", *, bias: bool
 
 
 def some_rotate(rope: RopeSpec, rotates: Sequence[bool]) -> dict[str, Any]:
-    """Layers of which some do not turn queries and keys."""
+    """Layers of which some, or all, do not turn queries and keys."""
+    if not any(rotates):
+        return {"ropes": (unturned(rope),), "rope_of_layer": (0,) * len(rotates)}
     return {
         "ropes": (rope,) if all(rotates) else (rope, unturned(rope)),
         "rope_of_layer": tuple(0 if turns else 1 for turns in rotates),
@@ -195,7 +241,7 @@ def ropes_by_kind(
     windows: Sequence[int | None],
     *,
     thetas: tuple[float, float] = (10_000.0, 10_000.0),
-    partials: tuple[float, float] = (1.0, 1.0),
+    partials: tuple[float | None, float | None] = (None, None),
 ) -> dict[str, Any]:
     """A rotation of layers that look at everything, and one of those with a window; both have defaults in
     that order.

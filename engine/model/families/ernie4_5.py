@@ -35,7 +35,9 @@ def read_experts(config: ConfigReader) -> ModelSpec:
         num_experts=config.count("moe_num_experts", 64),
         num_active=config.count("moe_k", 6),
         intermediate_size=size,
-        layers=tuple(layer for layer in range(first, last + 1) if (layer + 1) % every == 0),
+        layers=tuple(
+            layer for layer in range(num_layers) if first <= layer <= last and not (layer + 1) % every
+        ),
         correction_bias=True,
         shared_intermediate_size=size * config.integer("moe_num_shared_experts", 2),
     )

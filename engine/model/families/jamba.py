@@ -46,7 +46,7 @@ def read(config: ConfigReader) -> ModelSpec:
     )
     return decoder_spec(
         config,
-        **some_rotate(config.rope(head_size(config)), [False] * num_layers),
+        **some_rotate(config.turning_whole().rope(head_size(config)), [False] * num_layers),
         state=_state(config, others) if others else None,
         attention_layers=attending,
         experts=experts if sparse and num_experts > 1 else None,

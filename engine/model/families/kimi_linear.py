@@ -75,7 +75,9 @@ def read(config: ConfigReader) -> ModelSpec:
         ),
         names=state_names(others, *_EXPERT_NAMES),
     )
-    return msgspec.structs.replace(spec, ropes=tuple(map(standing, spec.ropes)))
+    # Scores know nothing of a rotation's stretch either.
+    scale = spec.head_dim**-0.5
+    return msgspec.structs.replace(spec, attention_scale=scale, ropes=tuple(map(standing, spec.ropes)))
 
 
 def channel_delta(

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import decoder_spec, family, head_size, mixed_layers
-from engine.model.spec import ExpertSpec, ModelSpec, StateSpec, TensorNames
+from engine.model.spec import CheckpointError, ExpertSpec, ModelSpec, StateSpec, TensorNames
 
 NAMES = (
     (r"\.conv\.conv\.", ".state.conv1d."),
@@ -79,11 +79,16 @@ def convolutions(config: ConfigReader, layers: tuple[int, ...], *, taps: int) ->
     """The convolutions of these layers, of so many taps by default."""
     if not layers:
         return None
-    bias = config.flag("conv_bias", False)
+    taps, bias = config.count("conv_L_cache", taps), config.flag("conv_bias", False)
+    if taps == 1:
+        raise CheckpointError(
+            f"{config.source}: conv_L_cache = 1 is not supported, as such a convolution keeps no state; "
+            "2 is the least"
+        )
     return StateSpec(
         kind="convolution",
         layers=layers,
-        taps=config.count("conv_L_cache", taps),
+        taps=taps,
         channels=config.count("hidden_size"),
         convolution_bias=bias,
         bias=bias,

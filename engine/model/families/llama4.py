@@ -35,7 +35,7 @@ def read(config: ConfigReader) -> ModelSpec:
         num_experts=config.count("num_local_experts", 16),
         num_active=config.count("num_experts_per_tok", 1),
         intermediate_size=size,
-        layers=tuple(config.values.get("moe_layers") or range(every - 1, num_layers, every)),
+        layers=tuple(config.numbers_of("moe_layers") or range(every - 1, num_layers, every)),
         scoring="sigmoid",
         normalized=False,
         weighs_inputs=True,

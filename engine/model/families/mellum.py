@@ -34,7 +34,7 @@ def read(config: ConfigReader) -> ModelSpec:
         config,
         head_dim=head_dim,
         **attention_biases(config),
-        **ropes_by_kind(config, head_dim, windows, thetas=(500_000.0, 10_000.0)),
+        **ropes_by_kind(config, head_dim, windows, thetas=(500_000.0, 10_000.0), partials=(1.0, 1.0)),
         qk_norm="head",
         windows=windows,
         experts=experts if experts.layers else None,

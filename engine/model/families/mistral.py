@@ -60,12 +60,8 @@ _ROTATION = {
 def read_mistral4(config: ConfigReader) -> ModelSpec:
     """Mistral Small 4: DeepSeek's latent attention and experts, chosen by softmax."""
     config = config.having({**_OF_MISTRAL4, **config.values}).turned(_ROTATION)
-    rotation = config.values.get("rope_parameters") or config.values.get("rope_scaling")
-    if isinstance(rotation, dict):
-        # A share of queries and keys, of which the other part is a tensor of its own here.
-        rotation = {key: value for key, value in rotation.items() if key != "partial_rotary_factor"}
-        values = {**config.values, "rope_parameters": rotation}
-        config = config.having(values).without("rope_scaling")
+    # A share of queries and keys, of which the other part is a tensor of its own here.
+    config = config.turning_whole()
     routing = corrected_routing(config, num_groups=1, num_active_groups=1)
     routing |= {"scoring": "softmax", "correction_bias": False}
     experts = routed_experts(config, routing)

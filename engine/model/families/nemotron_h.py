@@ -41,7 +41,7 @@ def read(config: ConfigReader) -> ModelSpec:
         norm_eps=eps,
         head_dim=head_dim,
         num_kv_heads=config.count("num_key_value_heads", 8),
-        **some_rotate(config.rope(head_dim), [False] * len(kinds)),
+        **some_rotate(config.turning_whole().rope(head_dim), [False] * len(kinds)),
         activation=activation(config, "mlp_hidden_act", "relu2"),
         gated=False,
         mlp_bias=config.flag("mlp_bias", False),

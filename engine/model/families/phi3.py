@@ -12,10 +12,12 @@ from engine.model.spec import ModelSpec
 @family("Phi3ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
     """Early checkpoints call longrope "su" or "yarn"."""
-    stated = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    stated = config.table("rope_parameters") or config.table("rope_scaling")
     if "original_max_position_embeddings" not in stated:
         config = config.completed(original_max_position_embeddings=4096)
-    rope = config.rope(config.count("hidden_size") // config.count("num_attention_heads"))
+    rope = config.rope(
+        config.count("hidden_size") // config.count("num_attention_heads"), default_partial=1.0
+    )
     if rope.kind in ("su", "yarn"):
         rope = msgspec.structs.replace(rope, kind="longrope")
     return decoder_spec(

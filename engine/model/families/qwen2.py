@@ -59,7 +59,7 @@ def read_experts(config: ConfigReader) -> ModelSpec:
 
 def sparse_layers(config: ConfigReader) -> tuple[int, ...]:
     """Layers with experts: every so many, and none of those that are named."""
-    dense = config.values.get("mlp_only_layers") or []
+    dense = config.numbers_of("mlp_only_layers") or ()
     every = config.count("decoder_sparse_step", 1)
     layers = range(config.count("num_hidden_layers"))
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % every == 0)

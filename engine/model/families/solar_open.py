@@ -17,7 +17,7 @@ def read(config: ConfigReader) -> ModelSpec:
         default_eps=1e-5,
         head_dim=head_size(config, 128),
         intermediate_size=config.integer("intermediate_size", config.count("moe_intermediate_size")),
-        ropes=(config.rope(head_size(config, 128), default_theta=1_000_000.0),),
+        ropes=(config.rope(head_size(config, 128), default_theta=1_000_000.0, default_partial=1.0),),
         qkv_bias=config.flag("attention_bias", False),
         # No layer is dense, whatever else is said.
         experts=routed_experts(config.without("first_k_dense_replace"), routing, default_shared=1),

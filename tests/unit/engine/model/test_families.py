@@ -18,7 +18,7 @@ from tests.unit.engine.model.equality import assert_equals_transformers
 from tests.unit.engine.model.gemma_cases import CASES as GEMMA_CASES
 from tests.unit.engine.model.hybrids import HYBRIDS
 from tests.unit.engine.model.newer_cases import CASES as NEWER_CASES
-from tests.unit.engine.runner.driver import Job, generated, prompt_of
+from tests.unit.engine.runner.driver import Job, generated, open_runner, prompt_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -437,6 +437,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
         },
     ),
+    "kimi-linear-stretched": (
+        "kimi_linear",
+        HYBRIDS["kimi-linear"][1] | {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     **GEMMA_CASES,
     **HYBRIDS,
@@ -499,6 +503,25 @@ def test_layers_that_predict_more_are_left_out_and_said(
         ("gemma3", {"attn_logit_softcapping": 4.0}),
         ("apertus", {"mlp_bias": True}),
         ("gemma3", {"sliding_window_pattern": 0, "layer_types": None}),
+        ("mistral-window", {"sliding_window": 0}),
+        ("qwen3-next", {"mlp_only_layers": 1}),
+        ("llama4", {"moe_layers": 1}),
+        ("phi3", {"rope_parameters": 1}),
+        ("bamba", {"intermediate_size": 0}),
+        ("bamba", {"num_hidden_layers": 10**9}),
+        ("lfm2", {"intermediate_size": 1}),
+        ("lfm2", {"conv_L_cache": 1}),
+        ("ministral3", {"head_dim": 13}),
+        ("deepseek-v3", {"qk_rope_head_dim": 7}),
+        ("deepseek-v3", {"n_group": 3}),
+        ("deepseek-v3", {"n_group": 8}),
+        ("deepseek-v3", {"topk_group": 0}),
+        ("deepseek-v3", {"topk_group": 5}),
+        ("deepseek-v3", {"num_experts_per_tok": 5}),
+        ("mixtral", {"num_experts_per_tok": 5}),
+        ("falcon-h1", {"partial_rotary_factor": 0.5}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("deepseek-v3", {"partial_rotary_factor": 0.5}),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -508,6 +531,31 @@ def test_what_is_not_computed_is_refused_by_its_name(name: str, keys: dict[str, 
     key = next(iter(keys))
     with pytest.raises(CheckpointError, match=key):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bailing", "nemotron-h", "jamba"])
+def test_a_share_that_turns_is_nothing_where_no_heads_turn(name: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    expected = read_spec(tmp_path)
+    edit_config(tmp_path, partial_rotary_factor=0.5)
+    assert read_spec(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", "llama"])
+def test_a_head_beside_the_embedding_that_it_is_said_to_be_is_the_same(name: str, tmp_path: Path) -> None:
+    """Transformers computes with such a head if it differs, and so it is not left out."""
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    for options in ({"native": "required"}, {"attention_backend": "torch"}):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding.*to false"):
+            open_runner(tmp_path, **options)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = next(value for key, value in tensors.items() if "embed" in key)
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
+    open_runner(tmp_path, native="required").close()
 
 
 @pytest.mark.parametrize("max_model_len", [64, 256])
