@@ -2,11 +2,11 @@
 
     python -m benchmarks.fleet [--model smollm2-135m] [--requests 60] [--load 0.5] [--seeds 5] [--json OUT]
 
-The configuration's model, or the one that is named, is measured as `millrace simulate --measure` does, and a
-stack of it is started. What lies before and behind an engine (Envoy, gateway, tokenizer, messages) is taken
-from requests that come one after another, and added to the simulated times to the first token. Then each load
-is sent to the stack, and the same arrivals are simulated. `--load` is the part of an engine
-that a load fills. A machine that does something else meanwhile makes the comparison worthless.
+The configuration's model, or the one that is named, is measured as `millrace simulate --measure` does, a
+stack of it is started, and asked what it adds to the engine's steps as `--calibrate` does, by a load of its
+own. Then each load is sent to the stack, and the same arrivals are simulated, with and without what was
+added. `--load` is the part of an engine that a load fills. A machine that does something else meanwhile makes
+the comparison worthless.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from runtime.config import read_tables
 from services.bench.client import BenchTarget
 from services.bench.records import RequestRecord
 from services.bench.run import choose_model, run_workload
-from services.bench.workload import Arrivals, Lengths, Workload, plan
-from services.simulate.arrivals import ArrivingRequest
+from services.bench.workload import Lengths, Workload
+from services.simulate.calibration import arrivals_of, calibrated, filling
 from services.simulate.outcome import PredictionInterval, RunFigures, at_share, over_seeds
 from services.simulate.scenario import Scenario
 from services.simulate.step_model import EngineSetup, read_record
@@ -47,34 +47,18 @@ LOADS = {
     "bursts": ("64", "32", 0.2),
     "mixed": ("lognormal:128:0.8", "lognormal:48:0.6", 1.0),
 }
-# Answers of one step, by which an engine's capacity is counted.
-_TOGETHER = 8
 
 
 def workload(name: str, setup: EngineSetup, load: float, num_requests: int) -> Workload:
-    """A load that fills this part of one engine."""
+    """A load that fills this part of one engine. No two loads share a prompt."""
     prompt, answer, burstiness = LOADS[name]
     lengths = Lengths.parse(prompt), Lengths.parse(answer)
-    tokens = [each.low for each in lengths]
-    model = setup.model
-    token_s = model.answers_s(_TOGETHER, int(_TOGETHER * tokens[0])) / _TOGETHER
-    work_s = model.chunk_s + tokens[0] * model.prompt_token_s + tokens[1] * token_s
     return Workload(
         num_requests=num_requests,
-        arrivals=Arrivals(rate=load / work_s, burstiness=burstiness),
+        arrivals=filling(setup, *lengths, load, burstiness=burstiness),
         input_tokens=lengths[0],
         output_tokens=lengths[1],
-        seed=1,
-    )
-
-
-def arrivals_of(what: Workload, model: str) -> tuple[ArrivingRequest, ...]:
-    """The same requests for the simulator."""
-    return tuple(
-        ArrivingRequest(
-            each.start_s, each.prompt_tokens, int(msgspec.json.decode(each.body)["max_tokens"]), "development"
-        )
-        for each in plan(what, model)
+        seed=1 + list(LOADS).index(name),
     )
 
 
@@ -96,19 +80,24 @@ def real_figures(records: list[RequestRecord], seconds: float) -> dict[str, floa
     }
 
 
-def simulated_figures(runs: list[RunFigures], front_s: float) -> dict[str, PredictionInterval]:
-    """The same, with where nine of ten runs lie; what lies before and behind the engine is added."""
+def simulated_figures(runs: list[RunFigures]) -> dict[str, PredictionInterval]:
+    """The same, with where nine of ten runs lie."""
     return {
-        "ttft_p50_ms": over_seeds(runs, lambda run: 1000 * (run.total.ttft_p50_s + front_s)),
-        "ttft_p99_ms": over_seeds(runs, lambda run: 1000 * (run.total.ttft_p99_s + front_s)),
+        "ttft_p50_ms": over_seeds(runs, lambda run: 1000 * run.total.ttft_p50_s),
+        "ttft_p99_ms": over_seeds(runs, lambda run: 1000 * run.total.ttft_p99_s),
         "output_tokens_per_s": over_seeds(runs, lambda run: run.total.output_tokens_per_s),
     }
 
 
 def compared(
-    load: str, real: dict[str, float], simulated: dict[str, PredictionInterval]
+    load: str,
+    real: dict[str, float],
+    simulated: dict[str, PredictionInterval],
+    steps_alone: dict[str, PredictionInterval],
 ) -> Iterator[dict[str, Any]]:
-    """A row for each figure: the stack's, the simulator's, and where one more run of that would lie."""
+    """A row for each figure: the stack's, the simulator's, where one more run of that would lie, and what it
+    says by the engine's steps alone.
+    """
     for name, interval in simulated.items():
         yield {
             "load": load,
@@ -118,13 +107,14 @@ def compared(
             "low": interval.low,
             "high": interval.high,
             "ratio": interval.mean / real[name],
+            "baseline: steps alone, ratio": steps_alone[name].mean / real[name],
             "within": interval.low <= real[name] <= interval.high,
         }
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Both side by side."""
-    table = Table("load", "figure", "stack", "simulated", "ratio", "within", box=None)
+    table = Table("load", "figure", "stack", "simulated", "ratio", "steps alone", "within", box=None)
     for row in rows:
         table.add_row(
             row["load"],
@@ -132,6 +122,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['stack']:.4g}",
             f"{row['simulated']:.4g} ({row['low']:.4g} … {row['high']:.4g})",
             f"{row['ratio']:.3f}",
+            f"{row['baseline: steps alone, ratio']:.3f}",
             "yes" if row["within"] else "no",
         )
     console.print(table)
@@ -159,27 +150,26 @@ def main() -> None:
         if step_record.main(["--config", str(config), "--json", str(record)]):
             raise SystemExit(2)
         setup, settings, text = read_record(record), load_settings(read_tables(config)), config.read_text()
-    scenario = Scenario(load=(), setup=setup, config=settings.gateway, tiers=Tiers(settings), objectives={})
-    rows: list[dict[str, Any]] = []
+    tiers, rows = Tiers(settings), list[dict[str, Any]]()
+    alone = Scenario(load=(), setup=setup, config=settings.gateway, tiers=tiers, objectives={})
     with running_stack(text) as stack:
-        alone = Workload(
-            num_requests=12,
-            arrivals=Arrivals(),
-            input_tokens=Lengths.parse("96"),
-            output_tokens=Lengths.parse("8"),
-        )
-        records, _ = asyncio.run(measured(stack, alone))
-        one = msgspec.structs.replace(scenario, load=(ArrivingRequest(0.0, 96, 8, "development"),)).run(1, 0)
-        front_s = max(0.0, at_share(sorted(each.ttft_s for each in records), 0.5) - one.total.ttft_p50_s)
+        target = BenchTarget.parse(stack.url, stack.state.api_key)
+        costs = asyncio.run(calibrated(target, setup, settings.gateway, tiers))
+        there = msgspec.structs.replace(alone, setup=msgspec.structs.replace(setup, stack_costs=costs))
         for name in LOADS:
             what = workload(name, setup, options.load, options.requests)
-            real = real_figures(*asyncio.run(measured(stack, what)))
-            same = msgspec.structs.replace(scenario, load=arrivals_of(what, "model"))
-            runs = [same.run(1, seed) for seed in range(options.seeds)]
-            rows += compared(name, real, simulated_figures(runs, front_s))
+            records, seconds = asyncio.run(measured(stack, what))
+            load = arrivals_of(records)
+            with_costs, without = (
+                [msgspec.structs.replace(each, load=load).run(1, seed) for seed in range(options.seeds)]
+                for each in (there, alone)
+            )
+            real, simulated = real_figures(records, seconds), simulated_figures(with_costs)
+            rows += compared(name, real, simulated, simulated_figures(without))
     show(rows, Console())
+    slowdown, front_s = costs.for_seed(0)
     title = f"The simulator beside the real stack, {setup.name}, which the loads fill to {options.load:g}"
-    write_result(options.json, {"title": title, "front_s": front_s, "rows": rows})
+    write_result(options.json, {"title": title, "slowdown": slowdown, "front_s": front_s, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -131,6 +131,14 @@ class AnswerOptions:
         Path | None,
         typer.Option(help="Simulate nothing: load the model of --config, and write what its steps take."),
     ] = None
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Simulate nothing: send a load to the running stack of that engine, or of MILLRACE_URL, and "
+            "add to --steps what the stack costs beside it.",
+        ),
+    ] = False
 
 
 @flattened
@@ -142,6 +150,9 @@ def simulate(load: SimulatedLoad, fleet: FleetOptions, answer: AnswerOptions) ->
     try:
         if answer.measure is not None:
             raise typer.Exit(_measure(answer.measure, answer.config))
+        if answer.calibrate:
+            _calibrate(fleet.steps, answer.config, console)
+            raise typer.Exit(0)
         if answer.json_file is not None:
             # Now, and not after minutes.
             answer.json_file.touch()
@@ -168,6 +179,31 @@ def _measure(path: Path, config: Path | None) -> int:
     settings = {} if config is not None else owners.model_settings("", None, None)
     arguments = ["--json", str(path), *(["--config", str(config)] if config else [])]
     return owners.run_module("engine.core.step_record", arguments, settings=settings)
+
+
+def _calibrate(steps: Path | None, config: Path | None, console: Console) -> None:
+    import asyncio
+
+    from gateway.settings import load_settings
+    from gateway.tiers import Tiers
+    from services.bench.client import BenchTarget
+    from services.cli.owners import configured_tables
+    from services.cli.target import find_target
+    from services.simulate import calibration
+    from services.simulate.step_model import read_record
+
+    if steps is None:
+        raise ConfigError("--calibrate: give --steps FILE, which --measure wrote of the stack's engine")
+    setup, settings = read_record(steps), load_settings(configured_tables(config))
+    stack = find_target()
+    target = BenchTarget.parse(stack.url, stack.api_key)
+    costs = asyncio.run(calibration.calibrated(target, setup, settings.gateway, Tiers(settings)))
+    calibration.write(steps, costs)
+    slowdown, front_s = costs.for_seed(0)
+    console.print(
+        f"{steps}: steps take {slowdown:.2f} times as long in this stack, and {1000 * front_s:.1f} ms pass "
+        "outside the engine before a first token is there"
+    )
 
 
 def _scenario(load: SimulatedLoad, fleet: FleetOptions, answer: AnswerOptions) -> Scenario:

@@ -489,7 +489,7 @@ class VirtualFleet:
         self.plan = plan
         self.clock = Clock()
         self._tiers, self._prompts = tiers, PromptMaker()
-        self._longest = setup.memory.max_model_len
+        self._longest, self._front_s = setup.memory.max_model_len, setup.front_s
         self.served: list[ServedRequest] = []
         self.num_open = 0
         # When the last request had its last word.
@@ -545,7 +545,7 @@ class VirtualFleet:
             self._submit(arrival)
             self._arrive(arrivals)
 
-        self.clock.call_at(arrival.at_s, come)
+        self.clock.call_at(arrival.at_s + self._front_s, come)
 
     def _submit(self, arrival: ArrivingRequest) -> None:
         number = next(self._numbers)

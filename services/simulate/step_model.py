@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -95,6 +96,10 @@ class StepModel(NamedTuple):
         """All but the noise."""
         return self[:6]
 
+    def slower(self, times: float) -> StepModel:
+        """The same with every term so many times as long."""
+        return StepModel.of([term * times for term in self.terms], self.noise)
+
     def resampled(self, steps: Sequence[MeasuredStep], seed: int) -> StepModel:
         """Fitted to as many of the steps, drawn with replacement: what another measurement might have said
         (the bootstrap).
@@ -134,6 +139,31 @@ def _least_squares(features: object) -> list[float]:
     return [float(value) for value in found / scale]
 
 
+class StackCosts(msgspec.Struct, frozen=True):
+    """What a running stack adds to an engine's own steps, as each of the requests tells by which it was
+    asked: how many times as long steps take beside the other processes, and the seconds that a request and
+    its first token spend outside the engine (`services.simulate.calibration`).
+    """
+
+    slowdowns: tuple[float, ...] = (1.0,)
+    fronts_s: tuple[float, ...] = (0.0,)
+
+    def for_seed(self, seed: int) -> tuple[float, float]:
+        """Both medians; for a seed above 0 of as many values drawn with replacement (the bootstrap)."""
+        drawn = random.Random(seed)
+
+        def median(values: tuple[float, ...]) -> float:
+            return statistics.median(drawn.choices(values, k=len(values)) if seed else values)
+
+        return median(self.slowdowns), max(0.0, median(self.fronts_s))
+
+
+class CalibratedRecord(StepRecord, frozen=True, kw_only=True):
+    """An engine's steps and, where a stack was asked, what that adds."""
+
+    stack_costs: StackCosts = StackCosts()
+
+
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of engine: what it is configured to, what fits into it, and how fast it is."""
 
@@ -148,12 +178,15 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 60.0
     # What it was fitted to.
     steps: tuple[MeasuredStep, ...] = ()
+    stack_costs: StackCosts = StackCosts()
+    # Seconds from a client to the engine and back, by `stack_costs`.
+    front_s: float = 0.0
 
     def for_seed(self, seed: int) -> EngineSetup:
-        """The same with another measurement's line; seed 0 is this one."""
-        if not seed or not self.steps:
-            return self
-        return msgspec.structs.replace(self, model=self.model.resampled(self.steps, seed))
+        """The same with another measurement's line and costs; those of seed 0 are what was measured."""
+        model = self.model.resampled(self.steps, seed) if seed else self.model
+        slowdown, front_s = self.stack_costs.for_seed(seed)
+        return msgspec.structs.replace(self, model=model.slower(slowdown), front_s=front_s)
 
 
 # About a model of 8 billion parameters in bfloat16 on one data-centre GPU: 6 ms to read its weights, 20
@@ -197,7 +230,7 @@ def speed_of(model: StepModel) -> MeasuredSpeed:
 def read_record(path: Path) -> EngineSetup:
     """The engine whose steps a file holds. Raises ConfigError, and OSError."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=StepRecord)
+        record = msgspec.json.decode(path.read_bytes(), type=CalibratedRecord)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"--steps {path}: {error}; `millrace simulate --measure FILE` writes one"
@@ -216,4 +249,5 @@ def read_record(path: Path) -> EngineSetup:
         speed=record.speed,
         load_s=record.load_s,
         steps=record.steps,
+        stack_costs=record.stack_costs,
     )

@@ -97,6 +97,7 @@ REFUSED = {
     ("--zones", "3", "--engines", "2"): "--zones 3: there are 2 engines",
     ("--autoscale", "--engines", "2"): "--engines: with --autoscale",
     ("--steps", "missing.json"): "missing.json",
+    ("--calibrate",): "--calibrate: give --steps FILE, which --measure wrote",
     ("--json", "missing/out.json"): "missing/out.json",
 }
 
