@@ -161,11 +161,13 @@ class OpenRequest:
     # Row of the gateway's ledger.
     entry_id: str = ""
     text_index: int = 0
+    # Generated: those of its answers, and those of candidates and beams.
     num_tokens: int = 0
+    num_candidates: int = 0
     trace: RequestTrace | None = None
 
 
-# An event of a request, and whether the request ended with it.
+# An event of a request that its trace is told of, and whether the request ended with it.
 _Seen: TypeAlias = tuple[OpenRequest, TokenEvent, bool]
 
 
@@ -266,17 +268,23 @@ class Dispatcher:
             self._send(messages.Fail(request_id, failure))
         return len(self.requests)
 
-    def step_done(self, step: messages.StepDone) -> None:
-        """Passes one step's events on: one message per gateway. Tokens do not wait for spans."""
+    def step_done(self, step: messages.StepDone) -> dict[int, str]:
+        """Passes one step's events on: one message per gateway. Tokens do not wait for spans, and most events
+        are tokens alone, of which no span tells. The tiers of the step's requests, by their ids.
+        """
         now = time.monotonic()
         self.load = step.load
         self._last_step_id = step.step_id
         outputs: dict[GatewayStream, list[convert.Fields]] = {}
         seen: list[_Seen] = []
+        tiers: dict[int, str] = {}
         for event in step.events:
             opened = self.requests.get(event.request_id)
             if opened is not None:
-                seen.append((opened, event, self._record(opened, event)))
+                tiers[event.request_id] = opened.request.tier
+                ended = self._record(opened, event)
+                if ended or event.first_token is not None or event.statistics is not None:
+                    seen.append((opened, event, ended))
                 output = convert.to_output(event, opened.handle, opened.text_index, opened.request)
                 outputs.setdefault(opened.stream, []).append(output)
                 if event.failure is not None:
@@ -297,6 +305,7 @@ class Dispatcher:
                     self.close(stream)
         if seen:
             self._deferred.call(self._trace, seen, now)
+        return tiers
 
     def report_adapters(self, adapters: Fields) -> None:
         """Gateways hear what names of adapters stand for, and what is in memory."""
@@ -332,7 +341,7 @@ class Dispatcher:
         """Whether the request has ended with it."""
         opened.num_tokens += len(event.token_ids)
         if event.statistics is not None:
-            opened.num_tokens += event.statistics.candidate_tokens
+            opened.num_candidates += event.statistics.candidate_tokens
         if event.failure is not None:
             opened.num_open_choices = 0
         elif event.finish_reason is not None:
@@ -357,7 +366,7 @@ class Dispatcher:
         if not opened.entry_id or opened.request.pooling is not None:
             # Nothing is generated of what is pooled.
             return
-        num_tokens = len(opened.request.output_token_ids) + opened.num_tokens
+        num_tokens = len(opened.request.output_token_ids) + opened.num_tokens + opened.num_candidates
         computed: convert.Fields = {"entry_id": opened.entry_id, "num_tokens": num_tokens}
         if opened.stream in self.streams:
             # Whether its gateway takes that is known when it goes.
@@ -378,4 +387,4 @@ class Dispatcher:
                 opened.trace = trace
             trace.observe(event, now)
             if ended:
-                trace.end(event, now)
+                trace.end(event, now, opened.num_tokens)

@@ -222,9 +222,7 @@ class EngineProcess:
     def _apply_report(self, report: messages.Report) -> None:
         match report:
             case messages.StepDone():
-                # The dispatcher forgets requests that end.
-                tiers = {event.request_id: self._tier_of(event.request_id) for event in report.events}
-                self.dispatcher.step_done(report)
+                tiers = self.dispatcher.step_done(report)
                 # Tokens do not wait for what is counted of them.
                 if not self._uncounted:
                     self._deferred.call(self._count)
@@ -260,10 +258,6 @@ class EngineProcess:
     def _count(self) -> None:
         uncounted, self._uncounted = self._uncounted, []
         self.metrics.steps_done(uncounted)
-
-    def _tier_of(self, request_id: int) -> str:
-        opened = self.dispatcher.requests.get(request_id)
-        return "" if opened is None else opened.request.tier
 
     async def _listen(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
@@ -60,18 +61,16 @@ class RequestTrace:
         # Its own batch slot, once it had one.
         self._place: Work | None = None
         self._first: FirstTokenTimings | None = None
-        self.num_output_tokens = 0
 
     def observe(self, event: TokenEvent, now: float) -> None:
-        """Takes in one event; the first token's timings become spans at once."""
-        self.num_output_tokens += len(event.token_ids)
+        """Takes in an event that has more than tokens; the first token's timings become spans at once."""
         if event.first_token is not None:
             self._first = event.first_token
             self._record_first_token(event.first_token)
         if event.statistics is not None and event.failure is None and self._first is not None:
             self._record_decode(event.choice_index, event.statistics, now)
 
-    def end(self, event: TokenEvent, now: float) -> None:
+    def end(self, event: TokenEvent, now: float, num_output_tokens: int) -> None:
         """Ends engine.request with its outcome."""
         if self._place is not None:
             self._place.end_s = now
@@ -87,7 +86,7 @@ class RequestTrace:
             names.MAX_TOKENS: request.sampling.max_tokens,
             names.NUM_CHOICES: request.sampling.n,
             names.OUTCOME: failure.reason if failure else reason.name.lower(),
-            names.OUTPUT_TOKENS: self.num_output_tokens,
+            names.OUTPUT_TOKENS: num_output_tokens,
         }
         if self._first is not None:
             details[names.CACHED_TOKENS] = self._first.cached_prompt_tokens
@@ -282,14 +281,21 @@ class EngineMetrics:
         """Takes in reports, at least one, each with the tiers of the requests that it names; the tier of
         one that is not known is "".
         """
+        num_tokens: Counter[str] = Counter()
         for step, tiers in steps:
-            self._record_step(step, tiers)
+            for event in step.events:
+                tier = tiers.get(event.request_id, "")
+                num_tokens[tier] += len(event.token_ids)
+                if event.first_token or event.statistics or event.finish_reason or event.failure:
+                    self._record_event(event, tier)
+            self._record_step(step)
+        for tier, number in num_tokens.items():
+            if number:
+                self.metrics.add(names.GENERATED_TOKENS, number, tier=tier)
         # Gauges show the last one.
         self._record_load(steps[-1][0].load)
 
-    def _record_step(self, step: messages.StepDone, tiers: Mapping[int, str]) -> None:
-        for event in step.events:
-            self._record_event(event, tiers.get(event.request_id, ""))
+    def _record_step(self, step: messages.StepDone) -> None:
         for change in step.kv_events:
             if isinstance(change, BlocksEvicted):
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))
@@ -361,8 +367,7 @@ class EngineMetrics:
         self.metrics.set(hand_overs.HELD, now.num_held_blocks)
 
     def _record_event(self, event: TokenEvent, tier: str) -> None:
-        if event.token_ids:
-            self.metrics.add(names.GENERATED_TOKENS, len(event.token_ids), tier=tier)
+        """What an event says beside its tokens."""
         if event.first_token is not None:
             parts = event.first_token.parts
             self.metrics.observe(names.QUEUE_SECONDS, parts.queue_s, span=NO_EXEMPLAR, tier=tier)

@@ -33,10 +33,8 @@ def kv_usage(usage: Usage) -> KvUsage | msgspec.UnsetType:
     return msgspec.UNSET if usage.kv_lost is None else KvUsage(usage.kv_lost)
 
 
-def retention(body: RetentionBody | None) -> Retention | None:
+def retention(body: RetentionBody) -> Retention:
     """What a body asks for; limits are checked where all APIs' requests are."""
-    if body is None:
-        return None
     return Retention(
         policy=body.policy,
         keep=body.keep,

@@ -43,10 +43,8 @@ class DeliberationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delimiter: str | None = None
 
 
-def deliberation(body: DeliberationBody | None) -> Deliberation | None:
+def deliberation(body: DeliberationBody) -> Deliberation:
     """What a body asks for; limits are checked where all APIs' requests are."""
-    if body is None:
-        return None
     return Deliberation(
         strategy=body.strategy,
         samples=body.samples,

@@ -164,7 +164,8 @@ class Attempts:
         Without `is_limited` nothing is charged. `seed` takes the place of the request's own.
         """
         request, served = call.request, target.served
-        check_task(request, served)
+        if request.pooling is not None or served.vocabulary.pooled is not None:
+            check_task(request, served)
         reader = self.reader(served)
         check_vocabulary(request, served.vocabulary.tokens)
         reader.check(request)

@@ -78,7 +78,7 @@ class Books:
         self.metrics = metrics
         # Accepted attempts that have not ended.
         self.running: set[Attempt] = set()
-        # Told of every attempt that has ended, last of all.
+        # Told of attempts that have ended and kept their tokens, last of all.
         self.when_written: Callable[[Ended], None] = lambda _: None
         # A tier has so many attempts under way.
         self._num_active: dict[str, int] = {}
@@ -241,7 +241,8 @@ class Books:
         self._count_calls(end)
         kept_its_promise = self._judge(end)
         self._end_span(end, is_notable=end.outcome.is_failure or not kept_its_promise)
-        self.when_written(end)
+        if end.attempt.kept_ids is not None:
+            self.when_written(end)
 
     def _record_when_told(self, end: Ended) -> None:
         """A row says what engines have spent, which they tell last of all."""

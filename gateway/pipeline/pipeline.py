@@ -17,6 +17,7 @@ from opentelemetry.trace import Span, SpanKind
 from contract.chat import Conversation, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason, invalid
 from contract.prefix import narrowed
+from contract.retention import FULL
 from contract.sampling import outside
 from gateway.intake.intake import Intake
 from gateway.limits.limiter import TokenLimiter
@@ -368,7 +369,8 @@ class Pipeline:
         validate(request, self.intake.limits)
         self.catalog.check(caller.identity, request.model)
         tier = self.tiers.resolve(caller.identity, request.service_tier)
-        request = retained(request, tier)
+        if request.retention is not None or tier.config.kv.policy != FULL:
+            request = retained(request, tier)
         if request.test_time is not None and self.attempts.deliberates is not None:
             request = self.attempts.deliberates.admitted(request, tier)
             check_answers(request, request.num_prompts, self.intake.limits)
@@ -406,6 +408,6 @@ class Pipeline:
             attempt, refusal = await in_a_row(open_first, open_other)
             if refusal is not None:
                 self.books.fell_back(attempt, refusal)
-        if self._shadows.wants(attempt):
+        if self.catalog.models.shadows and self._shadows.wants(attempt):
             attempt.kept_ids = []
         return attempt

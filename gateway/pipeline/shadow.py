@@ -110,7 +110,7 @@ class Shadows:
     def offer(self, end: Ended) -> None:
         """Takes a request that has ended, if its tokens were kept."""
         config = self._config(end.call)
-        if config is None or end.attempt.kept_ids is None or end.outcome.is_failure:
+        if config is None or end.outcome.is_failure:
             return
         name = end.call.request.model
         served = self._catalog.served.get(config.model)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -26,12 +26,14 @@ from typing import TypeAlias
 import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import trace
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     INVALID_SPAN_CONTEXT,
     Link,
@@ -56,6 +58,11 @@ _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 _SHUTDOWN_LIMIT_S = 3.0
 _JSON = msgspec.json.Encoder()
 _W3C = TraceContextTextMapPropagator()
+# What our own services send; other headers are the propagator's to judge.
+_TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SCOPE = InstrumentationScope("millrace")
+# Types of attributes that the SDK keeps as they are.
+_PLAIN = frozenset({str, int, float, bool, tuple})
 
 Attributes = Mapping[str, AttributeValue]
 # A span of this process, or the caller's (`RemoteSpan`), whose identity goes on; or a context that has both,
@@ -110,10 +117,54 @@ class RemoteSpan(NonRecordingSpan):
     def get_span_context(self) -> SpanContext:
         """The caller's; invalid where the headers are."""
         if self._headers is not None:
-            found = context_from_traceparent(*self._headers)
-            self._context = trace.get_current_span(found).get_span_context()
+            self._context = _remote_context(*self._headers)
             self._headers = None
         return self._context
+
+
+def _remote_context(traceparent: str, tracestate: str) -> SpanContext:
+    found = None if tracestate else _TRACEPARENT.fullmatch(traceparent)
+    if found is not None:
+        trace_id, span_id, flags = (int(each, 16) for each in found.groups())
+        return SpanContext(trace_id, span_id, True, TraceFlags(flags))
+    return trace.get_current_span(context_from_traceparent(traceparent, tracestate)).get_span_context()
+
+
+class LateSpan(NonRecordingSpan):
+    """A span that is made when it ends, with its attributes at once, for the SDK's processors: one that the
+    SDK makes at its start costs several times as much, in locks and copies at every call. Until then it is an
+    identity, a start, and the steps that are one of its attributes.
+    """
+
+    def __init__(
+        self,
+        context: SpanContext,
+        parent: SpanContext | None,
+        name: str,
+        kind: SpanKind,
+        attributes: Attributes,
+        links: Sequence[Link],
+        start_ns: int,
+    ) -> None:
+        super().__init__(context)
+        self.parent = parent
+        self.name = name
+        self.kind = kind
+        self.attributes = attributes
+        self.links = links
+        self.start_ns = start_ns
+        # Each with its start and end in monotonic seconds.
+        self.steps: list[tuple[SpanName, float, float, Attributes]] = []
+        self.is_open = True
+
+    def is_recording(self) -> bool:
+        """Whether it has not ended."""
+        return self.is_open
+
+    @property
+    def identity(self) -> Attributes:
+        """What the spans below it say of the request."""
+        return {key: self.attributes[key] for key in names.IDENTITY if key in self.attributes}
 
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
@@ -123,9 +174,12 @@ def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
 
 def traceparent_of(span: Span) -> tuple[str, str]:
     """(traceparent, tracestate) that makes `span` the parent in the next hop; empty if it is invalid."""
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
-    return carrier.get("traceparent", ""), carrier.get("tracestate", "")
+    context = span.get_span_context()
+    if not context.is_valid:
+        return "", ""
+    flags = int(context.trace_flags)
+    traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
+    return traceparent, context.trace_state.to_header() if context.trace_state else ""
 
 
 class Telemetry:
@@ -138,13 +192,6 @@ class Telemetry:
         self.semconv = config.semconv_generation()
         self._provider = provider
         self._keeps = provider is not None and config.sampled_share() > 0
-        # Steps of the spans that are open.
-        self._steps: weakref.WeakKeyDictionary[Span, list[tuple[str, int, float, Attributes]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.tracer: trace.Tracer = (
-            trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")
-        )
 
     def start(
         self,
@@ -161,20 +208,48 @@ class Telemetry:
         It is not made current: in async generators a current span would leak into the consumer. Children
         get it by `parent=span`. Below a span that is not recorded nothing is: that span itself is the answer.
         """
-        if type(parent) is NonRecordingSpan or (self._provider is None and isinstance(parent, Span)):
-            return parent
         if isinstance(parent, Span):
-            context: Context | None = trace.set_span_in_context(parent, Context())
-            identity = _identity_of(parent)
+            above, found = parent, None
         else:
-            context = parent
-            found = current_identity(context)
-            above = trace.get_current_span(context)
-            identity = _identity_of(above) if found is None else found.attributes()
-        if identity:
-            attributes = {**identity, **(attributes or {})}
-        start_ns = None if start_s is None else unix_ns(start_s)
-        return self.tracer.start_span(name, context, kind, attributes, links, start_ns)
+            above, found = trace.get_current_span(parent), current_identity(parent)
+        if type(parent) is NonRecordingSpan or self._provider is None:
+            return above
+        identity = _identity_of(above) if found is None else found.attributes()
+        return self._begun(name, above, kind, {**identity, **(attributes or {})}, links, start_s)
+
+    def _begun(
+        self,
+        name: SpanName,
+        above: Span,
+        kind: SpanKind,
+        attributes: Attributes,
+        links: Sequence[Link],
+        start_s: float | None,
+    ) -> Span:
+        """A span below another one, if the sampler wants it; below an invalid one it begins a trace."""
+        provider = self._provider
+        assert provider is not None, "without a provider nothing begins"
+        context = above.get_span_context()
+        parent = context if context.is_valid else None
+        ids = provider.id_generator
+        trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
+        sampled = provider.sampler.should_sample(
+            trace.set_span_in_context(above, Context()), trace_id, name, kind, attributes, links
+        )
+        is_random = ids.is_trace_id_random() if parent is None else parent.trace_flags.random_trace_id
+        flags = TraceFlags.SAMPLED if sampled.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
+        flags |= TraceFlags.RANDOM_TRACE_ID if is_random else TraceFlags.DEFAULT
+        own = SpanContext(
+            trace_id,
+            ids.generate_span_id(),
+            is_remote=False,
+            trace_flags=TraceFlags(flags),
+            trace_state=sampled.trace_state,
+        )
+        if sampled.decision is Decision.DROP:
+            return NonRecordingSpan(own)
+        start_ns = time.time_ns() if start_s is None else unix_ns(start_s)
+        return LateSpan(own, parent, name, kind, sampled.attributes or {}, links, start_ns)
 
     def keep(self, name: SpanName, *, parent: Span, kind: SpanKind, start_s: float) -> Span:
         """A span that is recorded although its trace is not, for what somebody will look for all the same: a
@@ -185,8 +260,7 @@ class Telemetry:
             return parent
         sampled = TraceFlags(above.trace_flags | TraceFlags.SAMPLED)
         chosen = SpanContext(above.trace_id, above.span_id, True, sampled, above.trace_state)
-        context = trace.set_span_in_context(NonRecordingSpan(chosen), Context())
-        return self.tracer.start_span(name, context, kind, _identity_of(parent), (), unix_ns(start_s))
+        return self._begun(name, NonRecordingSpan(chosen), kind, _identity_of(parent), (), start_s)
 
     def end(
         self,
@@ -202,19 +276,36 @@ class Telemetry:
         `attributes` are what traces are searched and compared by, `details` what is read of one that was
         found: they are recorded in one attribute, DETAILS.
         """
-        if not span.is_recording():
+        if not isinstance(span, LateSpan) or not span.is_open:
             return
-        found = {**(attributes or {})}
+        provider = self._provider
+        assert provider is not None, "nobody else makes spans"
+        span.is_open = False
+        zero_ns = unix_ns(0.0)
+        found = {**span.attributes, **(attributes or {})}
         if details:
             found[names.DETAILS] = _JSON.encode(details).decode()
-        steps = self._steps.pop(span, None)
-        if steps:
+        if span.steps:
+            steps = [
+                (name, zero_ns + round(begin_s * 1e9), round(max(0.0, till_s - begin_s) * 1000, 6), more)
+                for name, begin_s, till_s, more in span.steps
+            ]
             found[names.STEPS] = _JSON.encode(steps).decode()
-        if found:
-            span.set_attributes(found)
-        if error:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(None if end_s is None else unix_ns(end_s))
+        limits = provider._span_limits
+        made = ReadableSpan(
+            span.name,
+            span.get_span_context(),
+            span.parent,
+            provider.resource,
+            _bounded(found, limits),
+            links=span.links[: limits.max_links],
+            kind=span.kind,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=span.start_ns,
+            end_time=time.time_ns() if end_s is None else zero_ns + round(end_s * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+        provider._active_span_processor.on_end(made)
 
     def record(
         self,
@@ -280,12 +371,8 @@ class Telemetry:
         """The same, and never a span. All steps of a span are one attribute: events cost several times as
         much to make, to keep and to encode.
         """
-        if of.is_recording():
-            duration_ms = round(max(0.0, end_s - start_s) * 1000, 6)
-            steps = self._steps.get(of)
-            if steps is None:
-                steps = self._steps[of] = []
-            steps.append((name, unix_ns(start_s), duration_ms, attributes or {}))
+        if isinstance(of, LateSpan) and of.is_open:
+            of.steps.append((name, start_s, end_s, attributes or {}))
 
     @contextmanager
     def span(
@@ -332,12 +419,16 @@ class Telemetry:
 
 def _identity_of(span: Span) -> Attributes:
     """What the spans below `span` say of the request."""
-    if isinstance(span, RemoteSpan):
-        return span.identity
-    if isinstance(span, ReadableSpan) and span.attributes is not None:
-        above = span.attributes
-        return {str(key): above[key] for key in names.IDENTITY if key in above}
-    return {}
+    return span.identity if isinstance(span, LateSpan | RemoteSpan) else {}
+
+
+def _bounded(attributes: Attributes, limits: SpanLimits) -> Attributes:
+    """Within the SDK's limits, of which those on lengths are seldom set."""
+    most, longest = limits.max_span_attributes, limits.max_span_attribute_length
+    is_plain = longest is None and (most is None or len(attributes) <= most)
+    if is_plain and all(type(value) in _PLAIN for value in attributes.values()):
+        return attributes
+    return BoundedAttributes(most, attributes, max_value_len=longest)
 
 
 def unix_ns(monotonic_s: float) -> int:

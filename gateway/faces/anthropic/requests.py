@@ -109,8 +109,8 @@ def message_request(
             service_tier="" if body.service_tier in OWN_TIER else body.service_tier or "",
             cache_salt=body.cache_salt,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
-            test_time=deliberation(body.test_time),
-            retention=retention(body.kv),
+            test_time=deliberation(body.test_time) if body.test_time else None,
+            retention=retention(body.kv) if body.kv else None,
             metadata=_labels(body),
             streaming=bool(body.stream),
         )

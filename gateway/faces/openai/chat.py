@@ -170,7 +170,7 @@ def chat_request(
         ),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,
-        test_time=deliberation(body.test_time),
+        test_time=deliberation(body.test_time) if body.test_time else None,
     )
 
 

@@ -161,7 +161,7 @@ def generation_request(
         prompt_cache_key=body.prompt_cache_key or "",
         cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        retention=retention(body.kv),
+        retention=retention(body.kv) if body.kv else None,
         metadata=labels(body.metadata, user=body.user, safety_identifier=safety_identifier),
         allow_fallback=body.allow_fallback is not False,
         test_time=test_time,

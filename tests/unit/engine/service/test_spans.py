@@ -49,7 +49,7 @@ def spans_of(*events: TokenEvent, recent: RecentWork | None = None) -> dict[str,
     trace = RequestTrace(telemetry, REQUEST, "engine-1", recent or RecentWork())
     for event in events:
         trace.observe(event, 103.0)
-    trace.end(events[-1], 103.0)
+    trace.end(events[-1], 103.0, sum(len(event.token_ids) for event in events))
     found: dict[str, list] = {}  # type: ignore[type-arg]
     for span in exporter.get_finished_spans():
         found.setdefault(span.name, []).append(span)
