@@ -1,4 +1,4 @@
-"""What a family would compute otherwise than transformers is refused by the name of its key, never ignored."""
+"""What a family would compute otherwise than transformers is refused by the name of its key."""
 
 from __future__ import annotations
 
