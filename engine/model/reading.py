@@ -198,8 +198,10 @@ def _refuse_other_head(weights: WeightReader, embedding: Tensor, rows: slice) ->
     stored = weights.stored(name)
     part = stored[rows] if weights.shard.size == 1 else stored
     # Rows at a time, which a file that is mapped gives without a copy of the whole.
-    pairs = zip(part.split(4096), embedding.split(4096), strict=False)
-    if part.shape != embedding.shape or not all(torch.equal(a.to(b.dtype), b) for a, b in pairs):
+    steps = [slice(start, start + 4096) for start in range(0, len(embedding), 4096)]
+    if part.shape != embedding.shape or not all(
+        torch.equal(part[step].to(embedding.dtype), embedding[step]) for step in steps
+    ):
         raise CheckpointError(
             f"{weights.folder}: {weights.headers[name].stored_name or name} is not the embedding, though "
             "config.json has tie_word_embeddings = true; set that to false to serve the head that is stored"
