@@ -5,7 +5,7 @@
 
 Sequences decode over histories of random keys and values that nobody computed: a step reads what it would
 read of real ones. The forms take turns, `rounds` times; a rate is tokens of all rows over the median step of
-the best round. Streams are of 8,192 tokens each, of which memory holds keys and values alone, with the newest
+the best round. Streams are of 8,192 tokens each, of which memory holds keys and values alone, with the
 keys that `kivi4` has whole beside. bfloat16 is the baseline. Weights are random, and the shapes have
 positions for every context.
 """
