@@ -161,6 +161,13 @@ class LateSpan(NonRecordingSpan):
         """Whether it has not ended."""
         return self.is_open
 
+    def steps_since(self, zero_ns: int) -> list[tuple[SpanName, int, float, Attributes]]:
+        """Its steps with start and milliseconds; `zero_ns` is when the monotonic clock began, Unix time."""
+        return [
+            (name, zero_ns + round(begin_s * 1e9), round(max(0.0, end_s - begin_s) * 1000, 6), attributes)
+            for name, begin_s, end_s, attributes in self.steps
+        ]
+
     @property
     def identity(self) -> Attributes:
         """What the spans below it say of the request."""
@@ -286,11 +293,7 @@ class Telemetry:
         if details:
             found[names.DETAILS] = _JSON.encode(details).decode()
         if span.steps:
-            steps = [
-                (name, zero_ns + round(begin_s * 1e9), round(max(0.0, till_s - begin_s) * 1000, 6), more)
-                for name, begin_s, till_s, more in span.steps
-            ]
-            found[names.STEPS] = _JSON.encode(steps).decode()
+            found[names.STEPS] = _JSON.encode(span.steps_since(zero_ns)).decode()
         limits = provider._span_limits
         made = ReadableSpan(
             span.name,
