@@ -52,12 +52,20 @@ def read(config: ConfigReader) -> ModelSpec:
         kind: config.number(f"{kind}_beta_factor", 1.0) / alpha
         for kind in ("full_attn", "linear_attn", "mlp")
     }
+    if not shares["full_attn"]:
+        raise CheckpointError(
+            f"{config.source}: full_attn_beta_factor = 0 leaves layers that attend to nothing"
+        )
     partial = config.integer("rotary_dim", head_dim) / head_dim
     spec = decoder_spec(
         config,
         default_eps=1e-5,
         head_dim=head_dim,
-        ropes=(config.rope(head_dim, default_theta=1_000_000.0, default_partial=partial),),
+        ropes=(
+            config.rope(
+                head_dim, default_theta=1_000_000.0, default_partial=partial if partial < 1 else None
+            ),
+        ),
         windows=(config.optional_integer("sliding_window"),) * num_layers,
         value_scale=shares["full_attn"],
         factors=(WeightFactors(name=".state.out_proj", parts=((0, shares["linear_attn"]),)),)
