@@ -126,7 +126,7 @@ def _sliding(config: ConfigReader) -> dict[str, Any]:
         "windows": windows_of(
             config,
             default=[layer % 4 != 0 for layer in range(num_layers)],
-            window=config.optional_integer("sliding_window") or 128,
+            window=config.count("sliding_window", 128),
         ),
         "attention_sinks": True,
     }

@@ -31,7 +31,7 @@ def read(config: ConfigReader) -> ModelSpec:
     """Half of a head's pairs turn where a layer looks at everything, unless stated."""
     config.require("attention_bias", False, False)
     kinds, head_dim = _kinds(config), config.count("head_dim", 128)
-    window = config.optional_integer("sliding_window") or 256
+    window = config.count("sliding_window", 256)
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     ropes = config if config.values.get("rope_parameters") else _with(config, rope_parameters=_ROPES)
     is_sandwich = config.flag("use_sandwich_norm", True)

@@ -64,6 +64,8 @@ from tests.unit.engine.runner.driver import open_runner
         ("deepseek-v3", {"num_experts_per_tok": 5}),
         ("mixtral", {"num_experts_per_tok": 5}),
         ("falcon-h1", {"partial_rotary_factor": 0.5}),
+        ("granite-swa", {"sliding_window": 0}),
+        ("lfm3", {"sliding_window": 0}),
         ("minimax", {"partial_rotary_factor": 0.5}),
         ("minimax", {"full_attn_beta_factor": 0}),
         ("llama", {"partial_rotary_factor": 0.5}),
