@@ -197,7 +197,6 @@ def _stored_bytes(name: str, header: TensorHeader, scheme: Scheme, coded: bool) 
         ".weight_scale_2": (0, 0),
         ".weight_global_scale": (0, 0),
         ".input_scale": (0, 0),
-        ".activation_scale": (0, 0),
         ".input_global_scale": (0, 0),
         ".input_zero_point": (0, 0),
         ".weight_shape": (0, 0),

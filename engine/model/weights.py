@@ -53,8 +53,8 @@ from kernels.selection import Kernels
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-# Buffers that old checkpoints carry and that are computed here; static ranges of a quantized KV cache, whose
-# scales are computed here for each token and head; and of what fp8 layers take in, which is not rounded.
+# Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,
+# whose scales are computed here for each token and head.
 IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".masked_bias",
@@ -62,7 +62,6 @@ IGNORED_SUFFIXES = (
     ".k_scale",
     ".v_scale",
     ".output_scale",
-    ".activation_scale",
 )
 # A table of this size stays in its file where it is used as it is stored.
 LARGE_TABLE_BYTES = 16 << 20

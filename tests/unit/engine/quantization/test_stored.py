@@ -108,11 +108,6 @@ CASES: dict[str, tuple[dict[str, Any], Writer, type]] = {
         writers.block_fp8,
         DenseWeight,
     ),
-    "fp8 static": (
-        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
-        writers.static_fp8,
-        DenseWeight,
-    ),
 }
 
 

@@ -170,14 +170,6 @@ def block_fp8(weight: Tensor, *, block: int = 48) -> Stored:
     return {"weight": stored, "weight_scale_inv": scale}, meaning
 
 
-def static_fp8(weight: Tensor) -> Stored:
-    """fp8 with one scale, and one of inputs beside it, as Ministral 3 is released in."""
-    scale = weight.abs().amax() / 448
-    stored = (weight / scale).to(torch.float8_e4m3fn)
-    scales = {"weight_scale_inv": scale.bfloat16(), "activation_scale": torch.tensor(0.7).bfloat16()}
-    return {"weight": stored, **scales}, stored.float() * scale.bfloat16().float()
-
-
 def rewrite(
     folder: Path,
     model: transformers.PreTrainedModel,
